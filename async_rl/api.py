@@ -1,4 +1,4 @@
-"""The functions and classes of `import async_rl`, by which scripts and notebooks train and evaluate.
+"""The functions and classes of `import async_rl`, with which scripts and notebooks train and evaluate.
 
 A run goes on in a thread of its own, so that it can be started where an event loop is running, as in a notebook.
 """
@@ -66,7 +66,7 @@ class TrainingRun:
     loop the block waits for all of run.steps. An object is one run.
 
     Args:
-        config: the configuration; None: that of the run to continue.
+        config: the configuration; None: the configuration of the run to continue.
         overrides: settings over it, such as "staleness.max=2".
         resume: a run directory to continue, from its newest checkpoint, or one of its checkpoints. "auto": start the
             run of `config`, or continue it if it has a checkpoint; one that has come to its end has no steps, and its
@@ -200,7 +200,7 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
 
     Args:
         model: a Hugging Face folder, such as RUN_DIR/model, or the name of a model on the hub.
-        config: the configuration; None: that of the run in whose folder the model is.
+        config: the configuration; None: the configuration of the run in whose folder the model is.
         overrides: settings over it, such as "eval.samples_per_prompt=4".
 
     Raises:
@@ -212,7 +212,7 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
 
 
 def evaluation_config(model: str | Path, config: Configuration | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the Config by which `evaluate` measures a model; its arguments and errors are those of `evaluate`."""
+    """Return the Config that `evaluate` measures a model with; it has the arguments and errors of `evaluate`."""
     if config is None:
         config = run_dir_of_model(Path(os.path.abspath(model))) / "config.yaml"
         if not config.is_file():
@@ -230,7 +230,7 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
 def config_to_start(
     config: Configuration | None, overrides: Sequence[str] = (), resume: str | Path = ""
 ) -> tuple[Config, bool]:
-    """Return the Config by which a run starts or goes on, and whether resume="auto" finds that run complete.
+    """Return the Config of a run that starts or continues, and whether resume="auto" finds that run complete.
 
     Args:
         config, overrides, resume: as for `TrainingRun`. The Config of a complete run has the name of its directory.

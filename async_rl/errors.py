@@ -62,7 +62,7 @@ class ServersSilentError(WeightSyncError):
 
 
 class RewardError(AsyncRLError):
-    """A reward could not be computed, or those of too many groups in a row (task.max_failures) could not."""
+    """A reward could not be computed, or the rewards of too many groups in a row (task.max_failures) could not."""
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -76,7 +76,7 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def shown(value: object) -> str:
     """Return a value for the text of an error: 200 characters of its repr, or its class if its repr raises.
 
-    That of an integer with more than 4300 digits does, also within a list.
+    An integer with more than 4300 digits raises, also within a list.
     """
     try:
         return f"{value!r:.200}"

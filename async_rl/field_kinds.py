@@ -84,7 +84,7 @@ class ChatMessages(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Array(Kind):
-    """Numbers in low..high of one numpy dtype (little-endian), of which floats are finite."""
+    """Numbers in low..high of one numpy dtype (little-endian); floats are finite."""
 
     dtype: str
     low: float = -math.inf

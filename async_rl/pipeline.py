@@ -71,7 +71,7 @@ def run(
 
     Args:
         beside: called with the run directory; the context manager it returns is open while the run goes on.
-        control: by which the caller is told of steps, and may end the run early.
+        control: tells the caller of steps, and lets the caller end the run early.
 
     Raises:
         AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
@@ -243,7 +243,7 @@ def check_cluster_memory(
         gpus: number of GPUs of all hosts together.
 
     ConfigError: torch finds no GPU on a host that has some, or a learner rank or a server has too little memory for
-    what it is to hold.
+    its weights and state.
     """
     asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in (*servers, *learners)}
     found = processes.gather(asked, limit, "the size of its GPUs")
@@ -294,7 +294,7 @@ async def revive_buffer(
     is killed while it starts is replaced too, within that time.
 
     Raises:
-        ProcessKilledError: `death`, if there is no journal; that of the last one, if time has run out.
+        ProcessKilledError: `death`, if there is no journal; the last buffer's death, if time has run out.
     """
     from async_rl.driver.actors import BufferActor
 

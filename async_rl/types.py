@@ -91,7 +91,8 @@ class Row:
     logprobs: Annotated[FloatArray, PerToken("<f4", high=0)]
     """[T] behaviour logprobs, at the logged temperature; 0 where the model did not sample."""
     versions: Annotated[IntArray, PerToken("<i4")]
-    """[T] token versions, non-decreasing; of other tokens that of the sampled token before them."""
+    """[T] token versions, non-decreasing; a token that was not sampled has the version of the sampled token before
+    it."""
     mask: Annotated[BoolArray, PerToken("|b1")]
     """[T] True where the token is trained: the model sampled it, and no earlier row trains it."""
     reward: Annotated[float, Number()]
@@ -168,7 +169,7 @@ class Group(GroupFacts):
     """The `group_size` episodes of one prompt: the unit of admission, transport, staleness and training."""
 
     rows: tuple[Row, ...]
-    """The rows: one for each answer; of episodes those of the first one, then those of the second, and so on."""
+    """The rows: one for each answer; with episodes the rows of the first one, then of the second, and so on."""
     episodes: tuple[EpisodeFacts, ...] = ()
     """The episodes. Empty if each row is an episode of one turn, the answer to a question."""
 
@@ -204,10 +205,10 @@ class Group(GroupFacts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The `prompts_per_step` groups on which the learner trains in one step."""
+    """The `prompts_per_step` groups that the learner trains on in one step."""
 
     version: int
-    """The policy version at which the batch is trained; training it yields version + 1."""
+    """The policy version that the batch is for; training on it yields version + 1."""
     groups: tuple[Group, ...]
     finished_versions: tuple[int, ...]
     """For each group, the served version when it reached the buffer; splits staleness into in flight and in queue."""

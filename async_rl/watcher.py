@@ -1,6 +1,6 @@
 """The watcher: checks the rules of async_rl/config/watch.py on the metrics of a run, step by step.
 
-It only finds. async_rl/driver/run_watch.py acts on what it finds.
+It only finds trouble. async_rl/driver/run_watch.py acts on it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Finding:
     """[rule] whether it is broken."""
     new: tuple[str, ...]
     trouble: tuple[str, ...]
-    """The rules that have just broken, and those of them on which the run acts."""
+    """The rules that have just broken and that the run acts on."""
     over: Mapping[str, int]
     """[rule kept again] the step since which it was broken."""
     back_to: int
@@ -73,7 +73,7 @@ class _Gold:
 
 
 def limits_of(config: Config) -> dict[str, float]:
-    """Return the limit of each rule that is on, by name: that of watch.rules, or the rule's own."""
+    """Return the limit of each rule that is on, by name: the limit in watch.rules, or the rule's own."""
     limits = {name: rule.limit for name, rule in RULES.items()}
     if config.model.dtype == "float32":
         limits["mismatch"] = 0.01
@@ -84,7 +84,7 @@ def limits_of(config: Config) -> dict[str, float]:
 
 
 class Watcher:
-    """Takes the metrics of steps and of evaluations, in the order in which they end.
+    """Takes the metrics of steps and of evaluations, in the order of their ends.
 
     Args:
         limits: the rules that are on, and their limits.
@@ -99,7 +99,7 @@ class Watcher:
         self._limits, self._group_size, self._eval_every = limits, group_size, eval_every
         self.accepted = set(accepted)
         self._since: dict[str, int] = {}
-        """[broken rule] the version at which it broke."""
+        """[broken rule] the version when it broke."""
         self._counts = Counter[str]()
         """[rule] how often it was found broken."""
         self._said = ""
@@ -185,7 +185,7 @@ class Watcher:
         return Measurement(now, now, start)
 
     def _growth(self, recent: Sequence[float], window: int) -> Measurement | None:
-        """Return by which factor the median of the newest steps is above the mean of those before."""
+        """Return the median of the newest steps over the mean of the steps before."""
         rewards = list(self._recent.get("reward", ()))
         if self._windows < FIRST_GROWTH or len(recent) < window + BEFORE:
             return None

@@ -2,8 +2,7 @@
 
 A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
 timeouts.buffer_s the wait ends with an error that says who waited for what. A request that lets the buffer wait with
-its
-answer waits that much longer, each time it is sent.
+its answer waits that much longer, each time it is sent.
 """
 
 from __future__ import annotations

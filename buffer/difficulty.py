@@ -2,8 +2,7 @@
 
 The record is a streak: how many of the prompt's last groups in a row had the same reward for all answers. It is
 positive if that reward counts as right (eval.correct_threshold), negative if not, and 0 after a group with different
-rewards.
-When the prompt's turn in an epoch comes, it is taken with
+rewards. When the prompt's turn in an epoch comes, it is taken with
 
     chance = max(least, 2^-|streak|),    least = task.difficulty.solved or .unsolved, by the sign of the streak,
 

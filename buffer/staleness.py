@@ -4,10 +4,9 @@ Summary: no token is more than `staleness.max` versions old when the learner tra
 Admission limits the number of groups that exist at a time, so that the coming batches have room for all of them before
 they are too old; `staleness.depth` limits it further, so that most groups are younger than that. Hand-out chooses the
 groups of a batch, those with the earliest deadline first. With the default, `staleness.on_late: wait`, the learner
-waits
-for a running group if a batch without it would leave later batches too little room. The proof comes first; the policies
-`drop` and `mask` and the exact mode, which have other rules, come after it.
-buffer/modes.py has a class for each of the four: Wait, Drop, Mask and Exact.
+waits for a running group if a batch without it would leave later batches too little room. The proof comes first; the
+policies `drop` and `mask` and the exact mode, which have other rules, come after it. buffer/modes.py has a class for
+each of the four: Wait, Drop, Mask and Exact.
 
 Notation:
     M  staleness.max                    B  learner.prompts_per_step
@@ -55,9 +54,8 @@ depends on how many expire. Running groups wait for nothing but their engine.
 
 Depth: the mean staleness is about S / F - 1. In each step F groups start and F are trained, so by Little's law a group
 holds its slot for S / F steps in the mean. The last of these steps is the training on its batch. At S = F generation
-and
-training take turns. The largest staleness is M all the same: with S < (M + 1) F the look-ahead has room to spare, so
-the learner waits only for groups that have run for nearly M versions, and short ones are trained meanwhile.
+and training take turns. The largest staleness is M all the same: with S < (M + 1) F the look-ahead has room to spare,
+so the learner waits only for groups that have run for nearly M versions, and short ones are trained meanwhile.
 
 Mode `drop` (`staleness.on_late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
 taken from finished groups with deadline >= v, so it is within the bound. After its hand-out every live group with

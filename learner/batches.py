@@ -68,7 +68,7 @@ def await_push(
     Of what is `asked` for, only an end is heeded here: the rest comes after the push.
 
     Args:
-        client: rank 0's; the other ranks have none, and do what it is told.
+        client: rank 0's client; None on the other ranks, which get rank 0's answer.
 
     Raises:
         WaitTimeoutError: it may not be pushed within timeouts.batch_s.
@@ -113,8 +113,7 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
 
     Returns:
         The batch, and metrics of its staleness before masking, none without `staleness.on_late: mask`. An episode has
-        the
-        staleness of its oldest trained token. A turn is masked if all of its tokens are.
+        the staleness of its oldest trained token. A turn is masked if all of its tokens are.
     """
     if staleness.on_late != "mask":
         check_bound(batch, version, staleness.max)

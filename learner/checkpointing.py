@@ -35,7 +35,7 @@ from async_rl.storage.unlogged_steps import write_step_metrics
 from learner.optimizer import Optimizer
 
 AVERAGE = ".average"
-"""The end of the name of a moving average, after that of its weight."""
+"""The suffix that makes the name of a moving average from the name of its weight."""
 
 
 class Checkpointer:
@@ -45,7 +45,7 @@ class Checkpointer:
         self._optimizers = optimizers
         self._device = device
         self._timeout_s = config.timeouts.batch_s
-        # A group of its own, because the writer runs collectives while those of training go on.
+        # A group of its own, because the writer runs collectives during those that training runs.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         pinned = device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(
@@ -191,7 +191,7 @@ class Checkpointer:
         return tensors
 
     def _random_state(self) -> Tensor:
-        """Return the random state of this rank: that of the CPU, and after it that of its GPU if it has one."""
+        """Return this rank's random states: the CPU's, and after it the GPU's if it has one."""
         states = [torch.get_rng_state()]
         if self._device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self._device))

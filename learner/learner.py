@@ -105,7 +105,7 @@ class Learner:
     def run(self) -> Iterator[LearnerReport]:
         """Train on the buffer's batches until the last step, a stop, or the end of the batches.
 
-        Yields StepDone after each step, and the events on which the driver must act. At the end the policy is saved in
+        Yields StepDone after each step, and the events that the driver must act on. At the end the policy is saved in
         run_dir/model; after `stop` there is only the checkpoint. A run cut short after its last step has only its end.
 
         Raises:

@@ -47,7 +47,7 @@ def check_finite(module: nn.Module, path: str) -> None:
 def non_finite(module: nn.Module) -> str:
     """Return the name of a parameter that holds NaN or infinity, in this rank's shard if it is sharded, or ""."""
     own = ((name, _local(parameter.detach())) for name, parameter in module.named_parameters())
-    # the norm needs no memory, isfinite almost twice that of a tensor
+    # the norm needs no memory, isfinite almost twice a tensor's
     return next((n for n, t in own if t.numel() and not torch.linalg.vector_norm(t, math.inf).isfinite()), "")
 
 
@@ -60,7 +60,7 @@ def lr_decay(version: int, config: Config) -> float:
 def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:
     """Return the learning rate's factor after `done` of `steps` steps: 1, over the last `fraction` falling to `end`.
 
-    Sources: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4; the cosine is that of SGDR, arXiv 1608.03983,
+    Sources: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4; the cosine is from SGDR, arXiv 1608.03983,
     equation 5.
 
     Args:
@@ -74,7 +74,7 @@ class Optimizer:
     """Updates the sharded `module` of one network, called `policy` or `critic`, by learner.optimizer, with clipping.
 
     The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps). With learner.offload moments
-    AdamW's moments are in CPU memory, but for those of one parameter at a time during a step. With `averages` and
+    AdamW's moments are in CPU memory; during a step one parameter's moments at a time are not. With `averages` and
     learner.ema_decay there is a moving average of the weights.
     """
 
@@ -163,8 +163,7 @@ class Optimizer:
         self._begun = self._sampled()
 
     def moved(self) -> Tensor:
-        """Return the sum of squares by which some weights of this rank have moved since `begin`, and their number. [2]
-        """
+        """Return [sum of squared moves since `begin`, number of weights] over some weights of this rank. [2]"""
         change = (self._sampled() - self._begun).to(self._device).double()
         return torch.stack([change.square().sum(), torch.full_like(change.sum(), change.numel())])
 
@@ -201,7 +200,7 @@ class Optimizer:
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's own tensors for a parameter, not copies, and its numbers as tensors.
 
-        AdamW's are zeros before the first step, those of others are made by it.
+        AdamW's are zeros before the first step; other optimizers make theirs in it.
         """
         inner = self._inner_of[parameter]
         state = inner.state[parameter]
@@ -314,7 +313,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Make the average that of these weights alone."""
+        """Begin a new average with these weights alone."""
         for weight, average in self._pairs():
             average.copy_(weight)
 
@@ -337,7 +336,7 @@ class WeightAverage:
             average.copy_(kept)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (this rank's shard of a weight, that of its average)."""
+        """Yield (this rank's shard of a weight, this rank's shard of its average)."""
         for weight, average in self._averages.items():
             yield _shard(weight.detach()), _shard(average)
 

@@ -22,7 +22,7 @@ _EIGHT_BIT = "torchao.optim:AdamW8bit"
 
 
 def open_optimizer(config: LearnerConfig, parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Return a new optimizer of the parameters, those of one dimension without weight decay.
+    """Return a new optimizer of the parameters; one-dimensional parameters get no weight decay.
 
     Raises:
         ConfigError: there is none of this name, or it can't be made with these parameters and optimizer_params.

@@ -29,7 +29,7 @@ _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of two or more answers to a prompt, and the pairs of them of which one was preferred."""
+    """The rows of two or more answers to a prompt, and the pairs of them with a preferred answer."""
 
     rows: Sequence[RewardRow]
     """[K] the prompt with each answer."""
@@ -213,8 +213,8 @@ def _save(scorer: Scorer, base: str, out_dir: Path) -> None:
     """Write the model with the tokenizer of its base.
 
     A decoder gets a bias of 0 in its head: SGLang has one for models of the Qwen family, and would start it at random
-    where the file lacks it. The id of the padding is not that of a token that ends answers, at which transformers would
-    read one token early.
+    where the file lacks it. The id of the padding is not a token that ends answers: transformers would
+    read there, one token early.
     """
     lm, tokenizer = scorer.lm, load_tokenizer(base)
     if scorer.reads_last_token and lm.score.bias is None:

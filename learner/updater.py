@@ -184,7 +184,7 @@ class Updater:
         return totals
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the policy has its average weights, if learner.ema_decay is set. Collective."""
+        """Return a context that gives the policy its average weights, if learner.ema_decay is set. Collective."""
         average = self.optimizers["policy"].average
         return average.in_place() if average else nullcontext()
 

@@ -1,4 +1,4 @@
-"""The worker of an evaluation server: it plays held-out prompts when it is asked to, and reports what it does."""
+"""The worker of an evaluation server: it plays held-out prompts when it is asked to, and reports its work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout_server.scored_player import ScoredPlayer
 
 REPORT_INTERVAL_S = 0.5
 MOST_REPORTS_PER_S = 200.0
-"""The most reports a second of all workers together, each of which takes 0.7 ms of the driver (benchmarks/scale.py).
+"""The most reports a second of all workers together. A report takes 0.7 ms of the driver (benchmarks/scale.py).
 With more than a hundred workers each reports less often."""
 
 

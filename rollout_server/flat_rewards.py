@@ -1,4 +1,4 @@
-"""Describes groups in which every answer gets the same reward, from which nothing can be learned."""
+"""Describes flat groups, whose answers all get the same reward, so that nothing can be learned from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SHOWN_CHARACTERS = 300
 MIXED_WARNING_GROUPS = 256
 """The fewest groups in a row with one reward each that are worth a warning, if these rewards differ between groups."""
 _KEPT_GROUPS = 16
-"""The number of newest groups of which the warning describes the answers."""
+"""The warning describes the answers of so many newest groups."""
 _TROUBLES: dict[End, str] = {"timeout": "ran out of time", "error": "ended with an error of the agent"}
-"""The ends of an episode, in words, that give a reward which is not that of its last answer."""
+"""The ends of an episode, in words, whose reward does not come from its last answer."""
 
 
 class FlatRewards:
-    """Keeps the newest groups in which every answer had one and the same reward, for a warning that a worker logs.
+    """Keeps the newest flat groups, for a warning that a worker logs.
 
-    The buffer counts such groups, because it sees those of all workers.
+    The buffer counts them, because it sees the groups of all workers.
 
     Args:
         limit: the number of groups in a row with the same reward after which `add` returns the warning.
@@ -38,7 +38,7 @@ class FlatRewards:
         self._ends_after = ends_after
         self._mixed_limit = max(MIXED_WARNING_GROUPS, limit) if ends_after else math.inf
         """The number of groups in a row with one reward each after which the next warning comes. It doubles with each
-        warning, so that a task in which few prompts have a difference does not repeat it."""
+        warning, so that it is not repeated for a task where few prompts have a difference."""
         self._has_answer = has_answer
         self._count = 0
         """The buffer's count of groups with the same reward after the last group with one reward."""
@@ -51,8 +51,8 @@ class FlatRewards:
         """Keep a group that was delivered; return the warning if with it the buffer's count reaches a limit, else "".
 
         Args:
-            counts: the numbers of groups in a row, of all workers: of those in which every answer had one and the same
-                reward, and of those that had one reward each.
+            counts: two counts of groups in a row, of all workers: groups whose answers all had the same reward, for
+                example only zeros, and groups with one reward each, whichever it was.
         """
         count, in_row = counts
         episodes = [episode for episode in episodes if episode.rows]

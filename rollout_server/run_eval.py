@@ -47,8 +47,8 @@ class Evaluation:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
         eval.num_prompts prompts get eval.samples_per_prompt answers each. If the reward of one fails, all answers to
-        its prompt count as
-        reward 0, and in `eval/failed`. One on which a reward gave no verdict counts only in `eval/no_verdict`.
+        its prompt count as reward 0, and in `eval/failed`. A prompt without a reward's verdict counts only in
+        `eval/no_verdict`.
 
         Args:
             version: the policy version that the engine serves.
@@ -56,7 +56,7 @@ class Evaluation:
             delay the
                 groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
             part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
-                reduced together, are those of the whole.
+                reduced together, are the whole's metrics.
         """
         is_limited = beside_training and not self._config.eval.pin_version
         places = asyncio.Semaphore(self._config.rollout.max_groups_in_flight if is_limited else max(1,
@@ -111,9 +111,9 @@ class Evaluation:
     ) -> list[Metric]:
         """Return the moments of the gold rewards of held-out answers, and of their rewards, for the watcher.
 
-        Answers whose gold reward failed, and those on which it gave no verdict, are in no moment, but counted. With a
-        reward model in place of the task's rewards these are the gold ones; the model is in the learner, so that the
-        rewards that are trained on are not known here.
+        Answers whose gold reward failed or gave no verdict are in no moment, but counted. With a reward model in place
+        of the task's rewards these are the gold ones; the model is in the learner, so that the rewards that are trained
+        on are not known here.
         """
         model = self._config.reward_model
         answered = [[episode for episode in group if episode and episode.rows] for group in groups]
@@ -173,7 +173,7 @@ class Evaluation:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k from n = `samples` answers of which c = `correct` are right.
+    """Return the unbiased estimate of pass@k from n = `samples` answers, c = `correct` of them right.
 
     pass@k is the chance that k answers drawn without replacement hold a right one: 1 - C(n - c, k) / C(n, k).
     Source: Chen et al. 2021, arXiv 2107.03374, section 2.1.
@@ -241,7 +241,7 @@ def source_metrics(
 
 
 def _mean(key: str, total: float, count: int) -> Metric:
-    """Return the mean of `count` values, weighted by their number, so that several parts reduce to that of the whole.
+    """Return the mean of `count` values, weighted by their number, so that several parts reduce to the whole's mean.
     """
     return Metric(key, total / count, weight=count)
 

@@ -34,7 +34,7 @@ class ScoredPlayer:
     Args:
         index: the index of the server in `config.server_names`.
         gold: the reward that held-out answers get besides, which is not trained on.
-        logs: the folder for what an agent in a process of its own prints. None: that of the run.
+        logs: the folder for the output of an agent in a process of its own. None: the run's.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ScoredPlayer:
     ) -> list[Episode]:
         """Return the episodes with the rewards of their answers; one without rows, or out of time, gets none.
 
-        One on which a reward gave no verdict has no rows any more, and says why.
+        An episode without a reward's verdict has no rows any more, and says why.
         """
         is_partial = self._config.task.on_timeout == "partial"
         can_be_scored = [e.rows and e.end != "error" and (e.end != "timeout" or is_partial) for e in episodes]
@@ -202,7 +202,7 @@ class EpisodeLog:
         """Add the errors of episodes to the notes and, if they are to be trained on, their metrics to the next report.
 
         Args:
-            origin: the row of the data of which they are episodes, in words.
+            origin: the row of the data that the episodes belong to, in words.
             are_trained: False for held-out and greedy episodes, which would change the means of the others.
         """
         for episode in episodes:

@@ -1,4 +1,4 @@
-"""The rollout worker: one event loop in which hundreds of slots become scored groups at the same time.
+"""The rollout worker: one event loop makes scored groups of hundreds of slots at the same time.
 
     loop     consumes           produces           waits for                 unblocked by
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
@@ -61,7 +61,7 @@ class Worker(EvalWorker):
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._next_id = 0
-        """One more than the highest id of a group that was started; those of later grants are higher."""
+        """One more than the highest id of a started group; later grants have higher ids."""
         self._dropped_early: set[int] = set()
         """The ids of groups that the buffer has dropped before they were started, from `_next_id` on."""
 

@@ -1,4 +1,4 @@
-"""Statistics of one rollout worker: its timeline, its status, and how long its groups take at which load."""
+"""Statistics of one rollout worker: its timeline, its status, and how long its groups take by load."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class WorkerStats:
     """Counts the groups, evaluations and waits of one worker, for its timeline, its status and its metrics.
 
     The timeline is `busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`,
-    because a worker without a group waits for admission, which opens with the next served weights. That of an
-    evaluation server is `busy` while an evaluation runs, which is all that it is for.
+    because a worker without a group waits for admission, which opens with the next served weights. An
+    evaluation server is `busy` while an evaluation runs, its only work.
     """
 
     def __init__(self, pool: str) -> None:
@@ -39,7 +39,7 @@ class WorkerStats:
         """The reason for which an idle worker waits, and the process that ends it."""
         self._span_start_s = time.monotonic()
         self._changed_s = self._span_start_s
-        """The time at which in_flight last rose from 0 or fell to 0."""
+        """The time of the last rise of in_flight from 0 or fall to 0."""
         self._waits: dict[int, _Wait] = {}
         """The waits that have begun and not ended: of groups, of their greedy answers, and of held-out prompts."""
         self._num_evaluations = 0
@@ -53,7 +53,7 @@ class WorkerStats:
         self._finished: list[tuple[float, float]] = []
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
         self._began: dict[int, tuple[float, float]] = {}
-        """[group id] the time at which a group in flight began, and _group_seconds then."""
+        """[group id] the time when a group in flight began, and _group_seconds then."""
 
     def begin_group(self, group_id: int) -> None:
         self._change_in_flight(+1)

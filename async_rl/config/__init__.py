@@ -115,7 +115,7 @@ class Config:
     def fewest_episodes(self) -> int:
         """The fewest episodes of a group that can be trained.
 
-        Episodes of several turns that fail are left out, and answers on which a reward gives no verdict.
+        Episodes of several turns that fail are left out, and answers without a verdict of a reward.
         """
         return 2 if self.algorithm.advantage_entry.compares_group else 1
 
@@ -212,7 +212,7 @@ class Config:
     def needs_evaluation_of(self, version: int) -> bool:
         """Return whether a version that is due may not be skipped, because its evaluation decides on a checkpoint.
 
-        checkpoint.keep_best chooses among those of versions that get one. Gold rewards tell the watcher which one to go
+        checkpoint.keep_best chooses among the versions that get one. Gold rewards tell the watcher which one to go
         back to, by the means of evaluations in a row.
         """
         every = self.checkpoint.every_steps

@@ -128,7 +128,7 @@ class KlConfig:
 
 @section("algorithm")
 class AlgorithmConfig:
-    """The rules by which a batch becomes a loss: advantages, loss, correction, KL, and the passes over the batch."""
+    """The rules that make a loss of a batch: advantages, loss, correction, KL, and the passes over the batch."""
 
     preset: Annotated[
         str, checked(PRESETS.__contains__, "a preset"), Field(json_schema_extra={"enum": [*PRESETS]})
@@ -236,7 +236,7 @@ class AlgorithmConfig:
         return self._load(self.loss_entry, f"algorithm.loss {self.loss}")
 
     def load_correction(self, entry: Correction) -> Callable[..., Any]:
-        """Return the function of a correction, that of `correction.kind` or what auto stands for."""
+        """Return the function of a correction: of `correction.kind`, or of the kind that auto stands for."""
         return self._load(entry, f"algorithm.correction.kind {self.correction.kind}")
 
     def _load(self, entry: Advantage | Loss | Correction, part: str) -> Callable[..., Any]:

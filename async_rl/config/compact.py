@@ -1,4 +1,5 @@
-"""The checks of weight_sync.lora and weight_sync.delta: who can make whole weights of what travels, and of which."""
+"""The checks of weight_sync.lora and weight_sync.delta: who can make whole weights of the values that travel, and of
+which kinds."""
 
 from __future__ import annotations
 

@@ -300,8 +300,7 @@ def _check_transport(config: Config, working: Sequence[str]) -> None:
 
 
 def _possible_transports(config: Config) -> list[str]:
-    """Return the names of the transports that may work, as far as the settings say on which devices the run will be.
-    """
+    """Return the names of the transports that may work, as far as the settings name the devices of the run."""
     entry = config.weight_sync.transport_entry
     on_gpus = config.placement.learner.gpus_per_node > 0 or (entry is not None and "cpu" not in entry.devices)
     return working_transports(

@@ -41,7 +41,7 @@ class TaskConfig:
     reasoning_gym task makes its own, disjoint from the training prompts."""
     columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
     shuffle: bool = True
-    """Each epoch has the prompts in another order. false: in that of the files."""
+    """Each epoch has the prompts in another order. false: the order of the files."""
     difficulty: Section[DifficultyConfig] = field(default_factory=DifficultyConfig)
     system_prompt: str = ""
     """A system message before the messages of each question."""
@@ -58,18 +58,18 @@ class TaskConfig:
     """Training prompts to generate, or episodes that an environment without questions offers. Each worker keeps the
     order of four epochs, 2 GiB at most. A run asks for some more than run.steps x learner.prompts_per_step in all."""
     env: str = ""
-    """The environment in which an episode of several turns is played: package.module:Class. Its rewards are those of
-    the run. Empty: an episode is the answer to a question."""
+    """The environment that plays episodes of several turns: package.module:Class. The run takes its rewards from
+    it. Empty: an episode is the answer to a question."""
     agent: str = ""
     """The agent that plays an episode and returns its reward: package.module:function. It talks to an endpoint like
     OpenAI's, behind which is the trained model."""
     agent_python: PathText = ""
-    """The Python program of the process in which the agent runs. Empty: the agent runs in the worker's process."""
+    """The Python program of the agent's process. Empty: the agent runs in the worker's process."""
     tools: list[str] = field(default_factory=list)
     """Tools that the model may call before it answers a question, each a package.module:function, the methods of a
-    package.module:Class, or those of an MCP server: mcp:URL or mcp:command."""
+    package.module:Class, or the tools of an MCP server: mcp:URL or mcp:command."""
     on_timeout: Literal["zero", "partial", "drop"] = "zero"
-    """The reward of an episode that ran out of time. zero: 0. partial: that of its turns so far. drop: none, because
+    """The reward of an episode that ran out of time. zero: 0. partial: the reward of its turns. drop: none, because
     the episode is left out of its group and counted."""
     max_concurrent_calls: PositiveInt = 256
     """Calls of tools and environments, or agents, that one worker runs at once."""
@@ -172,7 +172,7 @@ class TaskConfig:
 
 @section("rollout")
 class RolloutConfig(OnePart):
-    """The generation of answers: by which engine, how many, how long and with which sampling."""
+    """The generation of answers: the engine, how many, how long, and the sampling."""
 
     engine: Annotated[str, Named(ENGINES, "rollout.engine")] = "sglang"
     """The engine that generates answers. hf computes in the worker's own process, and is for CPUs and tests."""
@@ -192,13 +192,13 @@ class RolloutConfig(OnePart):
     """Rows of an episode that are trained, at most. An episode has several if its conversation is forked or rewritten;
     the last ones are kept, the others counted."""
     tool_parser: str = ""
-    """The format in which the model calls tools: hermes, llama3, another parser of SGLang's, or `module:name` of a
+    """The format of the model's tool calls: hermes, llama3, another parser of SGLang's, or `module:name` of a
     `def` or an `async def` that takes the text of a reply and the tools' schemas and returns a
     rollout_server.episodes.conversation.reply_reader.Parsed. Empty: found in the chat template."""
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy replies have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling. Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased, and
+    """Nucleus sampling. Below 1 the logged logprobs do not belong to the sampling distribution: ratios are biased, and
     the run says so."""
     stop: Annotated[List[tuple[str, ...]], checked(all, "texts that are not empty")] = ()
     """Texts that end a reply, e.g. ["Question:"], also an evaluation's. It ends with the token that completes one;
@@ -206,7 +206,7 @@ class RolloutConfig(OnePart):
     until an end token or the longest reply, and what follows is cut off."""
     forbid_special_tokens: bool = False
     """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
-    The learner's logprobs are those of the same narrowed distribution, so that importance ratios stay right."""
+    The learner's logprobs belong to the same narrowed distribution, so that importance ratios stay right."""
     max_groups_in_flight: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Groups that one worker keeps in flight at most; the buffer grants 2^20 at once, and admission may keep fewer."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.6
@@ -299,9 +299,9 @@ class EvalConfig:
     samples_per_prompt: PositiveInt = 1
     """The number of answers to each held-out prompt."""
     temperature: NonNegativeFloat | Literal["rollout"] = "rollout"
-    """The temperature at which held-out prompts are answered. rollout: that of training. 0: greedy, one answer each."""
+    """The temperature of answers to held-out prompts. rollout: as in training. 0: greedy, one answer each."""
     top_p: Annotated[float, Field(gt=0, le=1)] | Literal["rollout"] = "rollout"
-    """Nucleus sampling of these answers. rollout: that of training. Greedy answers have none."""
+    """Nucleus sampling of these answers. rollout: as in training. Greedy answers have none."""
     correct_threshold: float = 1.0
     """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
     credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""

@@ -8,7 +8,7 @@ from async_rl.config.outputs import CheckpointConfig
 
 
 def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
-    """Check that a run whose prompts are those of files has held-out ones. Other tasks make their own.
+    """Check that a run with prompts from files has held-out ones. Other tasks make their own.
 
     Args:
         user: the setting that needs them.

@@ -26,8 +26,8 @@ class LoraConfig:
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
     dropout: Share = 0.0
-    """The dropout of the adapters' input in the gradient's forward pass. Above 0 the logprobs of that pass are not
-    those of the served policy."""
+    """The dropout of the adapters' input in the gradient's forward pass. Above 0 the logprobs of that pass differ
+    from the served policy's."""
     target_modules: List[tuple[str, ...]] = ()
     """The layers that get adapters, by names such as q_proj. Empty: every linear layer but the output head."""
 
@@ -109,7 +109,7 @@ class RewardModelConfig:
 
 @section("reward_training")
 class RewardTrainingConfig:
-    """The training by which `async-rl reward-model` makes reward_model.path of comparisons between answers."""
+    """The training of `async-rl reward-model`, which makes reward_model.path of comparisons between answers."""
 
     base: PathText = ""
     """The model to start from, by its folder or its name on the hub. Without a head for rewards it gets one. Empty:
@@ -136,7 +136,7 @@ class RewardTrainingConfig:
 
 
 FULL_LR = 1e-6
-"""The default learning rate of a model of 1e9 weights or more, all of which are trained."""
+"""The default learning rate of a model of 1e9 weights or more if all are trained."""
 
 
 def default_lr(weights: int, *, has_adapters: bool) -> float:
@@ -147,7 +147,7 @@ def default_lr(weights: int, *, has_adapters: bool) -> float:
     1e-6 is what RL of models of 1 to 70 B weights is run with (verl, TRL and DAPO: 1e-6). The exponent joins it to what
     was measured here: a model of 0.3 M weights learns at 3e-4, and at 1e-3 collapses in some runs (docs/results.md).
     Between the two it gives 4e-6 at 135 M and 1.6e-6 at 0.5 B, inside of the ranges that others use there. Adapters
-    learn best at about ten times the rate at which all weights do, in RL as in supervised training, whatever their rank
+    learn best at about ten times the rate for all weights, in RL as in supervised training, whatever their rank
     (Schulman et al. 2025, LoRA Without Regret).
     """
     rate = FULL_LR * max(1.0, (1e9 / weights) ** 0.7) * (10 if has_adapters else 1)
@@ -169,7 +169,7 @@ class LearnerConfig:
     optimizer_params: Section[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {eps: 1.0e-6} or {momentum: 0.9}."""
     betas: List[tuple[Share, Share]] = (0.9, 0.999)
-    """The betas of AdamW; those of another optimizer belong into `optimizer_params`."""
+    """The betas of AdamW; another optimizer has its own in `optimizer_params`."""
     weight_decay: NonNegativeFloat = 0.0
     """The weight decay of the optimizer. Biases and norms, the weights of one dimension, have none."""
     ema_decay: Share = 0.0
@@ -256,7 +256,7 @@ def check_average(learner: LearnerConfig, evaluation: EvalConfig, placement: Pla
 
 @section("sft")
 class SftConfig:
-    """The supervised fine-tuning by which `async-rl sft` makes model.path before RL."""
+    """The supervised fine-tuning of `async-rl sft`, which makes model.path before RL."""
 
     base: PathText = "tiny-qwen2"
     """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (made from scratch, with a character tokenizer; the

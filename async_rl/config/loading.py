@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError
 
 COMMAND_LINE = "command line"
 _MARKS_OF_YAML = ('"', "'", "|", ">", "!", "&")
-"""A text that begins with one of these is quoted, a block, or has a tag or an anchor: YAML says what it is."""
+"""A text that begins with one of these is quoted, a block, or has a tag or an anchor: YAML determines its type."""
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
@@ -52,7 +52,7 @@ def text_override(key: str, value: object) -> str:
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved configuration as YAML, of which `load_config` makes an equal Config."""
+    """Return the resolved configuration as YAML; `load_config` makes an equal Config of it."""
     return write_yaml(dataclasses.asdict(config))
 
 
@@ -118,7 +118,7 @@ def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
 
 
 def _leave_preset(section: Any, wanted: Any, places: dict[str, str]) -> None:
-    """Remove from the section `algorithm` what it has of the preset that it names, if another one is wanted.
+    """Remove the settings of the section `algorithm` that its own preset gave it, if another preset is wanted.
 
     A resolved configuration, such as the config.yaml of a run, gives every key, and no other preset could set any.
     Keys that earlier overrides have set stay.

@@ -41,7 +41,7 @@ def is_server_url(url: str) -> bool:
 @section("network")
 class NetworkConfig:
     """The address of a run's sockets and the keys that protect them, also from other users of the same host. In a run
-    on several hosts, each process listens on the address by which Ray knows its node (`ray start --node-ip-address`).
+    on several hosts, each process listens on the address that Ray has for its node (`ray start --node-ip-address`).
     """
 
     host: Annotated[str, checked(_is_one_interface, (
@@ -54,8 +54,8 @@ class NetworkConfig:
     ports: Annotated[str, checked(_is_range, (
         "two ports from 1024 to 65535, such as 20000-20099, or empty"
     ))] = ""  # fmt: skip
-    """The ports of all sockets of a run that other hosts connect to, FIRST-LAST, for a firewall between them: those of
-    the buffer (unless `port` is set), the servers, and the stores by which torch.distributed finds its ranks. Each is a
+    """The ports of all sockets of a run that other hosts connect to, FIRST-LAST, for a firewall between them: the
+    buffer (unless `port` is set), the servers, and the stores that torch.distributed finds its ranks with. Each is a
     free one of these, and several runs may share a range. Ray, NCCL and gloo have settings of their own. Empty: any."""
     keys: PathText = ""
     """The folder made by `async-rl keys new`. Empty: at each start the run makes keys of its own, which it removes at

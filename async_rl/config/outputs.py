@@ -33,7 +33,7 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """The number of further checkpoints to keep: those that are the best on held-out prompts."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
-    """The measure by which they are the best: accuracy, the share of right answers (eval/accuracy), or reward, the mean
+    """The measure of the best: accuracy, the share of right answers (eval/accuracy), or reward, the mean
     reward (eval/reward)."""
 
 

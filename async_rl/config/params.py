@@ -12,7 +12,7 @@ from async_rl.seams.lookup import implementation
 
 
 class OnePart:
-    """Base of a section in which `params` gives the settings that one exchangeable part declares."""
+    """Base of a section whose `params` are the settings that one exchangeable part declares."""
 
     params: dict[str, Any]
 

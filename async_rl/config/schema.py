@@ -23,7 +23,7 @@ _ALLOWED = {
     "tuple_type": "a list, e.g. [a, b]",
     "dict_type": "a section of names and values",
 }
-"""The allowed values in the words of YAML, for each kind of error in which pydantic names types of Python."""
+"""The allowed values in the words of YAML, for each kind of error that names types of Python."""
 
 
 class _Generator(GenerateJsonSchema):
@@ -53,7 +53,8 @@ def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
 
 
 def _either(first: Problem, second: Problem) -> Problem | None:
-    """Return one problem in place of those of a value that is allowed in several forms; None: they are two things."""
+    """Return one problem in place of two if both are about a value with several allowed forms; None: they are two
+    things."""
     begin, got = f"{first.key} must be ", ", got "
     if not all(each.key == first.key and each.text.startswith(begin) for each in (first, second)):
         return None

@@ -99,7 +99,7 @@ def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
 Section = Annotated[T, BeforeValidator(lambda given: {} if given is None else given)]
 """The type of a field that is a section, or a dict of free names. Left empty in YAML, it has its defaults."""
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""The type of a field that is the path of a file or folder, in which a leading ~ is the home directory."""
+"""The type of a field that is the path of a file or folder; a leading ~ is the home directory."""
 List = Annotated[T, Strict(False)]
 """The type of a field that is a tuple and is written as a list in YAML."""
 Unbounded = Annotated[float, Field(allow_inf_nan=True, json_schema_extra={"mayBeInfinite": True})]

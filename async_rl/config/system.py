@@ -32,21 +32,21 @@ class RunConfig:
     steps: PositiveInt = 100
     """Learner steps (batches) to take in this run."""
     seconds: NonNegativeFloat = 0.0
-    """The run ends after the learner step in which this many seconds have passed since the first step; each resume
-    begins to count anew. 0: no limit."""
+    """The run ends with the learner step after this many seconds since the first step; each resume begins to count
+    anew. 0: no limit."""
     resume: PathText = ""
     """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 
 
 @section("weight_sync")
 class WeightSyncConfig(OnePart):
-    """The way in which new weights reach the rollout servers, and what running requests do meanwhile."""
+    """How new weights reach the rollout servers, and what running requests do meanwhile."""
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
     """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
     each server shares a GPU with a learner rank of the same host, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
-    """The way in which running requests take new weights. in_place: they pause, keep their KV cache and continue.
+    """How running requests take new weights. in_place: they pause, keep their KV cache and continue.
     retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
     they have."""
     every_steps: PositiveInt = 1
@@ -58,13 +58,13 @@ class WeightSyncConfig(OnePart):
     then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
     transports nccl and gloo. none: servers stand still while weights travel."""
     lora: Literal["merged", "adapter"] = "merged"
-    """The form in which adapters (model.lora) travel. merged: within whole weights. adapter: alone, and servers add
+    """The form of adapters (model.lora) on their way. merged: within whole weights. adapter: alone, and servers add
     them to the weights of their model folder, which gives the same up to rounding; with the transports nccl, gloo and
     disk."""
     delta: bool = False
     """Push only the values that have changed since the push before; all of them when a server has joined or a push has
-    failed. It pays where servers compute in bfloat16, of which a step changes few values; with the transports nccl,
-    gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
+    failed. It pays where servers compute in bfloat16, because a step changes few bfloat16 values; with the transports
+    nccl, gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
     verify: bool = True
     """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
     server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
@@ -78,7 +78,7 @@ class WeightSyncConfig(OnePart):
 
     @property
     def is_compact(self) -> bool:
-        """Whether weights travel as parcels (async_rl/weights/parcels.py), of which servers make whole tensors."""
+        """Whether weights travel as parcels (async_rl/weights/parcels.py); servers make whole tensors of them."""
         return self.delta or self.lora == "adapter"
 
     @property
@@ -250,7 +250,8 @@ class TimeoutsConfig:
     """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
 
     startup_s: Seconds = 600.0
-    """How long a process of the run may take to start and to reach the others, and a reward to open what it needs."""
+    """How long a process of the run may take to start and to reach the others, and a reward to open its files and
+    connections."""
     generate_s: Seconds = 1800.0
     """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
     tool_s: Seconds = 30.0
@@ -258,7 +259,7 @@ class TimeoutsConfig:
     turn_s: Seconds = 120.0
     """How long an environment may take to answer a reply, or an agent to ask for the next one."""
     episode_s: Seconds = 3600.0
-    """How long one episode may take. After that `task.on_timeout` says what it is worth."""
+    """How long one episode may take. After that `task.on_timeout` decides its reward."""
     reward_s: Seconds = 30.0
     """How long one call of the reward function may take, from when a thread begins with it."""
     batch_s: Seconds = 3600.0

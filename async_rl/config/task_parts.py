@@ -27,7 +27,7 @@ class RewardConfig:
     """One of the rewards whose weighted sum is the reward of an answer."""
 
     name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
-    """The name under which it is logged. Empty: that of the rule or the function."""
+    """The name under which it is logged. Empty: the name of the rule or the function."""
     reward: str = ""
     """As in task.reward."""
     weight: float = 1.0
@@ -87,7 +87,7 @@ class ColumnsConfig:
     solution: str = ""
     """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
     source: str = ""
-    """The kind of a question, by which accuracies are told apart. Empty: data_source or task, else the file's name."""
+    """The kind of a question; each kind has its own accuracy. Empty: data_source or task, else the file's name."""
 
 
 @section("task.path[]")
@@ -99,7 +99,7 @@ class DataConfig:
     weight: PositiveFloat = 1.0
     """How often its rows come in an epoch: 2: twice. 0.25: a quarter of them, in each epoch the next one."""
     name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
-    """The name under which held-out results are logged: eval/accuracy/<name>. Empty: that of the file."""
+    """The name under which held-out results are logged: eval/accuracy/<name>. Empty: the file's name."""
     columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
     """The columns of this source, all of them in place of those in task.columns. Empty: task.columns."""
 

@@ -150,7 +150,7 @@ def _placement(config: Config) -> Check:
 
 
 def _unshared_nodes(config: Config) -> int:
-    """Return how many nodes may have a run.dir of their own: those of rollout servers, unless weights go by files."""
+    """Return how many nodes may have a run.dir of their own: nodes of rollout servers, unless weights go by files."""
     transport = config.weight_sync.transport_entry
     return 0 if transport and transport.writes_files else config.placement.rollout.nodes
 

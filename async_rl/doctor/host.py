@@ -229,7 +229,8 @@ def _cores() -> Check:
 
 
 def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
-    """Yield the checks of a configuration, those of its files only if all that it names on the hub is in the cache."""
+    """Yield the checks of a configuration. Its files are checked only if all that it names on the hub is in the
+    cache."""
     try:
         config = pinned(config)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The class by which the driver starts, calls and ends all processes of a run, which are Ray actors."""
+"""The class that starts, calls and ends all processes of a run, which are Ray actors, for the driver."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class ActorGroup:
 
 
 def _memory_use(text: str) -> str:
-    """Return from the text of an OutOfMemoryError how much of the host's memory was in use, and by which processes."""
+    """Return from the text of an OutOfMemoryError how much of the host's memory was in use, and who used it."""
     used = re.search(r"was (\S+ used / \S+ limit)", text)
     largest = re.findall(r"^\d+\t(\S+)\t(\S+)", text, re.MULTILINE)[:3]
     parts = [used[1]] if used else []

@@ -151,7 +151,7 @@ class RolloutActor:
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         # All that is loaded by now lives as long as the process. Otherwise full collections visit it again and again,
-        # 0.3 s each, in which the worker sends the engine nothing.
+        # 0.3 s each, and the worker sends the engine nothing meanwhile.
         gc.collect()
         gc.freeze()
         async for report in self._worker.run():
@@ -345,7 +345,7 @@ def pin_cpus(config: Config, number: int) -> None:
 
 
 def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
-    """Return those of `cores` that process `number` gets; all get equally many. ConfigError: less than one each.
+    """Return the part of `cores` that process `number` gets; all get equally many. ConfigError: less than one each.
 
     Args:
         number: index of the process, counted over all servers and then all learner ranks.

@@ -41,7 +41,7 @@ def check_server_reaches_learner(config: Config) -> None:
 
 
 def _is_here(url: str) -> bool:
-    """Whether the host in `url`, a name or an address, is this one. So is 0.0.0.0, on which servers listen."""
+    """Whether the host in `url`, a name or an address, is this one. So is 0.0.0.0, where servers listen."""
     try:
         found = socket.getaddrinfo(urlsplit(url).hostname, None)
     except (OSError, UnicodeError) as error:
@@ -55,6 +55,6 @@ def _is_here(url: str) -> bool:
 
 
 def _plain(text: str) -> IPv4Address | IPv6Address:
-    """Return the address of a text; that of IPv4 for one that is written as of IPv6, such as ::ffff:127.0.0.1."""
+    """Return the address of a text; IPv4 in the form of IPv6, such as ::ffff:127.0.0.1, becomes IPv4."""
     address = ip_address(text)
     return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

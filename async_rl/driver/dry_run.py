@@ -23,11 +23,11 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     """Return the resolved configuration and the sizes derived from it as text, without starting a run.
 
     Args:
-        check: called while a model is downloaded; what it raises ends the download.
+        check: called while a model is downloaded; an exception that it raises ends the download.
         gpu_gb: the memory of the smallest GPU, in units of 1e9 bytes, if the run spans other hosts; 0: not known.
 
     Raises:
-        ConfigError: the run can't work, or what it needs does not fit GPUs of `gpu_gb`.
+        ConfigError: the run can't work, or needs more than GPUs of `gpu_gb` have.
     """
     check_names(config)
     shown = pinned(config)

@@ -37,7 +37,7 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
         The configuration with the address of the process's host, and its ports.
 
     Args:
-        name: the process's name. Its output, also that of C code, goes to the log file of this name, with - for /.
+        name: the process's name. Its output, also from C code, goes to the log file of this name, with - for /.
 
     Raises:
         ConfigError: this host lacks the working directory, and it can't be made.

@@ -75,7 +75,7 @@ def checked_gpu_bytes() -> int:
     """Return `smallest_gpu_bytes` of this process of a Ray cluster.
 
     Raises:
-        ConfigError: this host has GPUs, and torch finds none; it names the host, on which nothing else would notice.
+        ConfigError: this host has GPUs, and torch finds none; it names the host, where nothing else would notice.
     """
     import ray
 
@@ -111,7 +111,7 @@ def taken_gpus() -> list[str]:
 
 
 def exclusive_gpus() -> list[int]:
-    """Return the ordinals of the GPUs that CUDA shows to this process and of which it lets one process use each.
+    """Return the ordinals of the GPUs that CUDA shows to this process in exclusive mode: one process may use each.
 
     With NVIDIA's MPS (CUDA_MPS_PIPE_DIRECTORY) there are none, because its server is that process.
     """

@@ -63,7 +63,7 @@ class Reservation:
         return index in self.found and self.found[index][0] != self.nodes[index]
 
     def follow_moves(self) -> None:
-        """Ask Ray on which hosts the bundles are; one without a host, until it has another, counts as where it was."""
+        """Ask Ray for the hosts of the bundles; a bundle without a host counts at its last one until it has another."""
         hosts = _hosts(self.group)
         self.found = {**self.found, **hosts}
         self.without_host = set(range(len(self.bundles))) - hosts.keys()
@@ -224,8 +224,8 @@ def ray_hosts() -> list[Host]:
 
 
 def find_hosts(config: Config) -> list[Host]:
-    """Return the hosts that the run would have: this one, or those of the Ray cluster that it would join; none: there
-    is no cluster, and RAY_ADDRESS names none.
+    """Return the hosts that the run would have: this one, or the hosts of the Ray cluster that it would join; none:
+    there is no cluster, and RAY_ADDRESS names none.
     """
     if runs_here(config):
         return [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]

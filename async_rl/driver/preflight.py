@@ -304,7 +304,7 @@ def _check_reward(config: Config, task: Task) -> list[str]:
 
 def _try_reward(named: NamedReward, name: str, task: Task) -> None:
     """Call a reward function of the user's with the first prompt and its right answer, within its time limit, and check
-    what it returns.
+    its result.
 
     Calls that may wait for a network (`async def`, `open`) and rewards of episodes and groups are not tried.
     """

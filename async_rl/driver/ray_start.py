@@ -54,7 +54,7 @@ def open_ray(config: Config) -> Iterator[None]:
 def _own_token() -> Iterator[None]:
     """Have a Ray that is started in the body ask for a token of its own, unless the user has one.
 
-    Without it Ray writes one into the home folder, at which a later `ray start --head` would ask for that one. Ray also
+    Without it Ray writes one into the home folder, and a later `ray start --head` would ask for that one. Ray also
     sets RAY_AUTH_MODE. What the process had of both is there again after the body, and Ray's copies in memory are read
     anew, so that the process may then use Ray as before.
     """

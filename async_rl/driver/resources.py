@@ -159,8 +159,8 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
     Demands that fewer hosts meet choose first, and each takes a host that meets few others.
 
     Raises:
-        ConfigError: the hosts can't meet the demands, and the message lists both; or of several only one could that Ray
-            knows by a name or an IPv6 address, at which its processes would listen.
+        ConfigError: the hosts can't meet the demands, and the message lists both; or, of several, only one could,
+            which Ray knows by a name or an IPv6 address, and its processes would listen there.
     """
     without_ipv4 = [
         host for host in hosts
@@ -213,7 +213,7 @@ def _dealt(pools: Mapping[str, tuple[int, float]], nodes: int) -> list[dict[str,
         pools: [pool] (number of its servers, GPUs of each).
 
     Returns:
-        [node] the GPUs of each of its servers, of which those of a pool have successive numbers.
+        [node] the GPUs of each of its servers. The servers of a pool have successive numbers.
     """
     result: list[dict[str, float]] = [{} for _ in range(nodes)]
     begun = 0

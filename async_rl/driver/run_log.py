@@ -28,13 +28,13 @@ from async_rl.watcher import Finding, Watcher, limits_of
 Values = dict[str, float]
 
 MOST_METRICS = 2**16
-"""The most metrics that are kept apart until a step ends; then those of one key become one. Workers report twice a
-second, also while a pause holds the learner for days."""
+"""The most metrics that are kept apart until a step ends; beyond that, metrics of one key become one. Workers report
+twice a second, also while a pause holds the learner for days."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenStep:
-    """A step that is not logged yet; the times are those of the driver's clock."""
+    """A step that is not logged yet; the times are by the driver's clock."""
 
     report: StepDone
     end_s: float
@@ -92,10 +92,10 @@ class RunLog:
         """The steps of learner/0 that are not logged yet."""
         self._since_step: list[Metric] = []
         self._awaited = {name for name in config.server_names if name.startswith("rollout")}
-        """The processes of which a step waits for the spans; the evaluation servers work beside the steps."""
+        """A step waits for the spans of these processes; the evaluation servers work beside the steps."""
         self._reported_until_s = dict.fromkeys(self._awaited, 0.0)
         self._lost_s: dict[str, float] = {}
-        """[process] time.monotonic() at which a rollout process was lost that is not back yet."""
+        """[process] time.monotonic() at the loss of a rollout process that is not back yet."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _find_unlogged(self, past: list[dict[str, float | None]]) -> None:
@@ -232,7 +232,7 @@ class RunLog:
         """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept.
 
         Args:
-            reports: those of all parts of the evaluation.
+            reports: the reports of all parts of the evaluation.
         """
         for report in reports:
             self.timeline.add(report)

@@ -18,7 +18,7 @@ class RunResults:
         self.evals: list[tuple[int, Values]] = []
         """(version, metrics) of the first and of the last evaluation."""
         self.skipped_evals = 0
-        """The number of versions of which an evaluation beside training was due and is not made."""
+        """The number of versions whose evaluation beside training was due and is not made."""
         self.failed_groups = 0
         """The number of groups that were dropped because a reward failed."""
         self._first_reward: float | None = None
@@ -33,14 +33,14 @@ class RunResults:
             self.evals[1:] = [(version, values)]
 
     def count_past(self, values: Values) -> None:
-        """Take the counts of a step from before a resume; those of this process are counted when they are reported."""
+        """Take the counts of a step from before a resume; this process's own are counted when they are reported."""
         self.failed_groups += int(values.get("rollout/failed", 0.0))
         self.skipped_evals = max(self.skipped_evals, int(values.get("eval/skipped", 0.0)))
 
     def summary(self, version: int, figures: Figures, timeline: RunTimeline) -> dict[str, Any]:
         """Return these parts of the summary of a run that has ended at a version.
 
-        Means, rates and utilisation are those of async_rl/telemetry/figures.py over the steps of the whole run. They
+        Means, rates and utilisation come from async_rl/telemetry/figures.py, over the steps of the whole run. They
         leave out the first step of each start, which includes the warm-up; `pools` has the last start alone. A
         staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
         """
@@ -67,7 +67,7 @@ class RunResults:
         return summary | self._held_out(version)
 
     def _held_out(self, version: int) -> dict[str, Any]:
-        """Return the results of the evaluations of version 0 and of `version`; that of another version is no result."""
+        """Return the results of the evaluations of version 0 and of `version`; other versions do not count."""
         if not self.evals:
             return {}
         (begun, first), (evaluated, last) = self.evals[0], self.evals[-1]

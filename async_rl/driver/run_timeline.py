@@ -17,7 +17,7 @@ from async_rl.telemetry.plot_timeline import plot_timeline
 from async_rl.telemetry.timeline import Sample, Span, Usage
 
 MOST_SAMPLES = 2**16
-"""If more samples are in memory, as while a pause holds the learner for days, those of each pool are thinned out."""
+"""If more samples are in memory, as while a pause holds the learner for days, each pool's are thinned out."""
 
 
 class RunTimeline:
@@ -69,7 +69,7 @@ class RunTimeline:
     def end_step(self, end_s: float) -> Usage:
         """Note that a step ended at `end_s`, by the driver's clock, and return its utilisation.
 
-        That of the first step is empty: it has no beginning.
+        The first step's is empty: it has no beginning.
         """
         if self.step_ends_s:
             self._add_last_step(self._usage)
@@ -78,7 +78,7 @@ class RunTimeline:
         return self._add_last_step(Usage())
 
     def usage_of_run(self) -> Usage:
-        """Return the utilisation from the end of the first step to that of the last."""
+        """Return the utilisation from the end of the first step to the end of the last."""
         return self._add_last_step(copy.deepcopy(self._usage))
 
     def close(self) -> None:

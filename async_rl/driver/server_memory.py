@@ -15,7 +15,7 @@ SMALLER = 0.9
 
 
 class ServerMemory:
-    """Lets a lost server start when the learner uses no memory but what it keeps, and compares what the server got."""
+    """Lets a lost server start when the learner uses only the memory that it keeps, and compares the server's share."""
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
         self._config = config

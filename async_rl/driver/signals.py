@@ -12,7 +12,7 @@ STOPPING = b"interrupted: ending as soon as this stage is done. Again to end at 
 
 
 class StopSignals:
-    """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
+    """A context where Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
 
     Within `deferred` the first signal only sets `requested`, because Python loses an exception that a signal raises in
     a destructor, a callback or an import lock. The second one raises and sets `at_once`; later signals are ignored, so

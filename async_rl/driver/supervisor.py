@@ -362,7 +362,7 @@ class RestartLimit:
         self._deaths: Counter[str] = Counter()
 
     def count(self, name: str, error: AsyncRLError) -> None:
-        """Count a death. Raise `error`, by which the server was lost, if a restart can't mend it, if staleness.mode is
+        """Count a death. Raise `error`, the cause of the loss, if a restart can't mend it, if staleness.mode is
         exact and its groups are lost, or if it has died more than placement.rollout.max_restarts times since the last
         step.
         """

@@ -1,4 +1,4 @@
-"""The watchdog asks every process every few seconds what it does, and finds the processes that hang."""
+"""The watchdog asks every process for its status every few seconds, and finds the processes that hang."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Watchdog:
             question.cancel()
 
     async def look(self) -> list[tuple[str, AsyncRLError]]:
-        """Sleep for WATCH_INTERVAL_S, ask every process what it does, and write status.json.
+        """Sleep for WATCH_INTERVAL_S, ask every process for its status, and write status.json.
 
         Returns:
             (name, error with the reason) of each process that hangs and counts as dead.

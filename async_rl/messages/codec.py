@@ -242,7 +242,7 @@ def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int], row_e
 
 
 def _check_no_prompt(max_tokens: int, mask: BoolArray, lengths: list[int]) -> None:
-    """Check that each row begins with a masked token, as those of a group must that share no first token."""
+    """Check that each row begins with a masked token, as rows of a group without a common first token must."""
     is_trained = mask[np.cumsum(lengths, dtype=np.intp) - lengths]
     if is_trained.any():
         raise WireError(

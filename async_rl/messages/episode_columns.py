@@ -64,7 +64,8 @@ def pack_episodes(group: Group) -> dict[str, Any] | None:
 def check_episodes(
     columns: dict[Any, Any], limits: Limits, lengths: list[int], mask: BoolArray, rewards: list[float]
 ) -> tuple[dict[str, list[Any]], dict[str, list[tuple[Any, ...]]]]:
-    """Check the columns of `pack_episodes`. Return (that of each field of EpisodeFacts, that of each array of turns).
+    """Check the columns of `pack_episodes`. Return (a column for each field of EpisodeFacts, a column for each array
+    of turns).
 
     The numbers of episodes and of turns are within `limits`. Each row belongs to one episode, and all rows of
     an episode have its reward, to which the rewards of its turns add up. Each row trains at least one turn. The

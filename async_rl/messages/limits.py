@@ -26,7 +26,7 @@ MESSAGE_BYTES = 64
 
 
 def _most_bytes(kind: Kind) -> int:
-    """Return the most bytes of a field; of an array those of one element."""
+    """Return the most bytes of a field; for an array, of one element."""
     match kind:
         case Array(dtype=dtype):
             return np.dtype(dtype).itemsize

@@ -17,7 +17,7 @@ from async_rl.telemetry.timeline import Sample, Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedReport:
-    """The part of a report that has times: what the process did when, and by which clock."""
+    """The part of a report that has times: what the process did when, and whose clock says so."""
 
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()

@@ -34,7 +34,7 @@ def use_interface(host: str) -> None:
 
 
 def agree_on_nccl() -> None:
-    """Make NCCL, here and in child processes, share memory in the way in which SGLang's servers do.
+    """Make NCCL, here and in child processes, share memory as SGLang's servers do.
 
     Call it before torch opens a group. Environment variables already set are kept, by SGLang too.
     """
@@ -46,7 +46,7 @@ def open_store(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta,
     listener: socket.socket | None = None,
 ) -> TCPStore:
-    """Open and return the store by which the ranks of a torch.distributed group find each other.
+    """Open and return the store where the ranks of a torch.distributed group find each other.
 
     Rank 0 serves the store at `address` only (torch by itself listens on every interface), through `listener` if that
     socket listens there already. `port` 0 stands for a free one. The other ranks connect, for at most `timeout`.

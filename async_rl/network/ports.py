@@ -1,4 +1,4 @@
-"""The ports of a run's sockets: those of network.ports for each process, and a free one of them."""
+"""The ports of a run's sockets: each process's part of network.ports, and a free port out of it."""
 
 from __future__ import annotations
 

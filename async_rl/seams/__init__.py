@@ -1,7 +1,7 @@
 """The seams whose tables are in this package, and what each implementation declares about itself.
 
     configuration key           table            an entry declares                            its code
-    algorithm.advantage         ADVANTAGES       what it compares, whether it has a critic    rewards -> advantages
+    algorithm.advantage         ADVANTAGES       what is compared, whether it has a critic   rewards -> advantages
     algorithm.loss              LOSSES           which advantages and aggregations it takes   LossInputs -> LossOutput
     algorithm.correction.kind   CORRECTIONS      whether it reads advantages                  log ratios -> weights
     rollout.engine              ENGINES          how it takes new weights                     an `Engine`

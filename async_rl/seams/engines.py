@@ -18,16 +18,16 @@ UPDATE_POLICIES = ("in_place", "retract", "drain", "abort")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
-    """A rollout engine: its code and what it can do. rollout_server/engines/base.py describes the code."""
+    """A rollout engine: its code and its abilities. rollout_server/engines/base.py describes the code."""
 
     open: Code
     """(config, index in config.server_names, folder for its logs) -> `Engine` that is not started yet."""
     open_admin: Code
-    """(config, base URL of a server) -> `ServerAdmin`, by which the learner pauses, updates and resumes it."""
+    """(config, base URL of a server) -> `ServerAdmin`, with which the learner pauses, updates and resumes it."""
     update_policies: tuple[str, ...]
     """The values of weight_sync.on_update under which every token's version is right."""
     receives: tuple[str, ...]
-    """The ways in which a server can take new weights; a transport delivers in one of them.
+    """How a server can take new weights, one or several ways; a transport delivers in one of them.
 
     nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder.
     """
@@ -95,9 +95,9 @@ class TransportEntry:
     open: Code
     """(config, `Members`, rank, device) -> `Transport`."""
     delivers: str
-    """The way in which servers get the weights; one of the engine's `receives`."""
+    """How servers get the weights; one of the engine's `receives`."""
     devices: tuple[str, ...]
-    """Types of the devices on which the learner's weights may be: cpu, cuda."""
+    """The types of devices that the learner's weights may be on: cpu, cuda."""
     needs_one_device: bool = False
     """Each server must share its GPU with a learner rank, or all one host without GPUs; network.host is on loopback."""
     needs_own_gpus: bool = False
@@ -188,7 +188,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
         carries_parcels=True,
     ),
 }
-"""The weight transports, in the order in which weight_sync.transport: auto tries them."""
+"""The weight transports; weight_sync.transport: auto tries them in this order."""
 
 
 def working_transports(

@@ -56,5 +56,5 @@ def modules_to_send() -> list[str]:
 
 
 def find_sent_modules_first() -> None:
-    """Have this process find the modules that Ray has carried here before those of this host's working directory."""
+    """Have this process find the modules that Ray has carried here before modules of this host's working directory."""
     sys.path.sort(key=lambda folder: _SENT not in folder)

@@ -85,7 +85,7 @@ def _reward_model(args: argparse.Namespace) -> int:
 
 
 def reward_data(config: Config) -> RewardData:
-    """Read the comparisons and, if demonstrations get the reward 0, those of the task, as rows of the reward model."""
+    """Read the comparisons and, if demonstrations get the reward 0, the task's demonstrations, as reward rows."""
     from async_rl.storage.model_folder import check_model_folder, load_tokenizer
     from learner.models.reward_model import RewardRows
     from learner.reward_training import Comparison, RewardData

@@ -64,7 +64,7 @@ def lineage_of(run_dir: Path) -> int:
 
 
 def past_file(run_dir: Path, name: str, lineage: int) -> Path:
-    """Return the file or folder of a lineage that a resume has set aside; that of the last lineage if it is not there.
+    """Return the file or folder of a lineage that a resume has set aside, or the last lineage's if it is not there.
 
     The user may have deleted it. The last lineage has begun with a copy of what was there at its own checkpoint.
 
@@ -291,7 +291,7 @@ def prune(
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
-    """Return those of `versions`, the versions of all checkpoints, whose checkpoints `prune` removes.
+    """Return the versions, out of `versions` of all checkpoints, whose checkpoints `prune` removes.
 
     With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Later ones stay
     only while they are among the keep_last newest, so that the disk does not fill up if the metric is never measured.

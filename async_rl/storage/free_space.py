@@ -46,7 +46,7 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
 def run_bytes(config: Config, checkpoint_bytes: int) -> int:
     """Return the disk space that a run needs at most.
 
-    That is RUN_BYTES, the checkpoints, and copies of the model's files: the result, those of
+    That is RUN_BYTES, the checkpoints, and copies of the model's files: the result, the copies of
     checkpoint.models_every_steps (one, if run.seconds leaves their number open), and two for a weight transport that
     writes files.
     """

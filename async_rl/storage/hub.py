@@ -71,7 +71,7 @@ def located(
     """Return `config` with this host's folders in place of the models of the hub that it names.
 
     Args:
-        check: called in the course of a download, by any thread; what it raises ends the download.
+        check: called in the course of a download, by any thread; an exception that it raises ends the download.
 
     Raises:
         ConfigError: a model is not in this host's cache, and can't be downloaded.
@@ -116,7 +116,7 @@ def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[]
 def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
     """Return the files of the data set that `repo.name` names, in this host's cache; downloads them first.
 
-    The configs and splits are those of `datasets.load_dataset`. Only the files of the split are downloaded.
+    The configs and splits are named as in `datasets.load_dataset`. Only the files of the split are downloaded.
 
     Raises:
         ConfigError: there is no such part, several could be meant, or a file can't be read or downloaded.

@@ -18,7 +18,7 @@ def log_tail(file: Path, start_bytes: int = 0) -> str:
     """Return "last lines of FILE:" with the last TAIL_LINES lines below, indented, without packages' import warnings.
 
     Args:
-        start_bytes: the place in the file at which to begin; an earlier process wrote what comes before it.
+        start_bytes: the place in the file where to begin; an earlier process wrote the text before it.
     """
     lines = [line for line in end_of_log(file, start_bytes).splitlines() if line.strip()]
     empty = "(nothing since the process was started)" if start_bytes else "(it is empty)"

@@ -24,7 +24,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
-"""[key] endings of which the architecture's name must have one, for the models besides the policy; (): any name."""
+"""[key] the architecture's name must have one of these endings, for the models besides the policy; (): any name."""
 _LOGIT_KEYS = ("final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 
@@ -142,7 +142,8 @@ def writing(folder: Path) -> Iterator[None]:
 def written_whole(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside `folder` to write a model into; at the end of the block it takes the place of `folder`.
 
-    So `folder` holds a whole model at any time, or none. If the block raises, what it has written is removed.
+    So `folder` holds a whole model at any time, or none. If the block raises, the files that it has written are
+    removed.
     """
     target = folder.resolve()
     partial = _partial_of(target)

@@ -81,8 +81,8 @@ def write_config(config: Config) -> None:
 def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
     """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
 
-    The new names contain the number of the lineage that ends, so that each resume keeps its own files. It is the
-    largest of which any file tells, as the user may have deleted some.
+    The new names contain the number of the lineage that ends, so that each resume keeps its own files. The number is
+    the largest in any file's name, because the user may have deleted some files.
     """
     run_dir, version, summary = config.run_dir, saved.version, config.run_dir / "summary.json"
     told = json.loads(summary.read_text()).get("resumes", 0) if summary.is_file() else 0
@@ -149,7 +149,7 @@ def as_trained(model: ModelConfig, checkpoint: Path) -> ModelConfig:
 
 
 def undo_resume(run_dir: Path) -> None:
-    """If the last resume ended before its first step, put back what it set aside and remove its own files.
+    """If the last resume ended before its first step, put back the files that it set aside and remove its own.
 
     One that was killed between a checkpoint and the log of its step stays, with its config.
     """

@@ -80,7 +80,7 @@ def read_rows(path: str, key: str, columns: Sequence[str], check_columns: CheckC
     """Return the rows of a source, the value of the setting `key`; of files with a schema only these columns are read.
 
     Raises:
-        ConfigError: there is no such file, it can't be read, or `check_columns` refuses its columns or those of a row.
+        ConfigError: there is no such file, it can't be read, or `check_columns` refuses its columns or a row's.
     """
     rows: list[dict[str, Any]] = []
     for file in files_of(path, key):

@@ -1,4 +1,4 @@
-"""Creates and locks the directory of a new run, or takes that of a run that is resumed, and finds a run by its name.
+"""Creates and locks the directory of a new run, or takes the directory of a resumed run, and finds a run by its name.
 
 A resume that trains no step changes nothing, unless it comes to the end of its run: `open_run_dir` sets aside what was
 written after the checkpoint, and puts it back unless a step was logged, or an end that is no stop (resuming.py). If the
@@ -35,7 +35,7 @@ INTERRUPTED = "interrupted"
 
 @contextlib.contextmanager
 def open_run_dir(config: Config) -> Iterator[Config]:
-    """Create the directory of a run, or take that of run.resume; lock it and yield the config with its path.
+    """Create the directory of a run, or take run.resume's; lock it and yield the config with its path.
 
     If the block ends before a step is logged, a resumed run gets back what was set aside, and a new directory is
     removed if the run was interrupted or failed with an error that needs no logs to explain it.
@@ -136,9 +136,9 @@ def _uncreatable(folder: Path, error: OSError) -> ConfigError:
 def find_run(config: Config) -> Path | None:
     """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
 
-    It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint or
-    an end. A run whose own run.name ends in such a number is another run, and so is one behind a number that is missing
-    if it does not say for which name it was made.
+    It is the directory of run.name. If the name was taken, there are others with a number, and it is the last of them
+    with a checkpoint or an end. A run with a run.name that ends in such a number is another run, and so is one behind a
+    number that is missing if it does not say for which name it was made.
     """
     found = None
     for place, number in enumerate(_numbers(config), 1):
@@ -151,7 +151,7 @@ def find_run(config: Config) -> Path | None:
 
 
 def _numbers(config: Config) -> list[int]:
-    """Return the numbers of the directories of a run's name that exist, in order; that of run.name itself is 1."""
+    """Return the numbers of the existing directories of a run's name, in order; run.name itself has the number 1."""
     parent, name = config.run_dir.parent, re.compile(re.escape(config.run.name) + r"(?:-([1-9]\d*))?")
     found = (name.fullmatch(path.name) for path in parent.iterdir()) if parent.is_dir() else ()
     return sorted(int(each[1] or 1) for each in found if each and each[1] != "1")
@@ -160,7 +160,7 @@ def _numbers(config: Config) -> list[int]:
 def is_complete(run_dir: Path, config: Config) -> bool:
     """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
 
-    Its own are run.seconds, a stop by the watcher, the program that trains, and a task of which nothing is left to
+    Its own are run.seconds, a stop by the watcher, the program that trains, and a task with nothing left to
     learn. A run that Ctrl-C or SIGTERM has ended, that the watcher sends back, that went on after its summary or back
     to a checkpoint, or that ended without a step, which is an error, is not complete.
     """

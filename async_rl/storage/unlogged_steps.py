@@ -1,4 +1,5 @@
-"""Keeps the metrics of steps that the driver has not logged when it is killed: each checkpoint has those of the last.
+"""Keeps the metrics of steps that the driver has not logged when it is killed: each checkpoint has the last steps'
+metrics.
 
     run_dir/checkpoints/step_40/step_metrics.jsonl     one line a step, as learner rank 0 measured it
 
@@ -31,7 +32,7 @@ class RecentSteps:
     def __init__(self, kept_s: float) -> None:
         self._kept_s = kept_s
         self._steps: deque[tuple[int, float, str]] = deque()
-        """(step, time.monotonic() at which it was added, line of JSON)"""
+        """(step, time.monotonic() when it was added, line of JSON)"""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Keep the metrics of a step, in place of those that were added for it before."""
@@ -61,7 +62,7 @@ def missing_steps(logged: Sequence[Mapping[str, float | None]], version: int) ->
 def restored_records(
     checkpoint: Path, steps: Sequence[int], logged: Sequence[Mapping[str, float | None]]
 ) -> list[dict[str, float | None]]:
-    """Return the records of those of `steps` whose metrics the folder of a checkpoint has, in order.
+    """Return the records of the `steps` whose metrics the folder of a checkpoint has, in order.
 
     They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` goes on
     from the last record in `logged` by the time of each step. `time/since_first_step_s` is 0 at step 1, whose warm-up

@@ -48,7 +48,7 @@ def read_events(run_dir: Path) -> list[WatchEvent]:
 
 
 def add_event(run_dir: Path, event: WatchEvent) -> None:
-    """Add an event to those of a run."""
+    """Add an event to a run's events."""
     events = [*read_events(run_dir), event]
     write_whole(run_dir / _FILE, "".join(json.dumps(asdict(each)) + "\n" for each in events))
 

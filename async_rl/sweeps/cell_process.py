@@ -90,7 +90,7 @@ def gpus_by_name() -> list[str]:
     count = int(gpus_here())
     names = filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
     named = list(takewhile(lambda name: name != "-1", names))  # CUDA reads no further
-    # Of several MIG instances a process sees only one, but each may be that of a cell.
+    # Of several MIG instances a process sees only one, but each may belong to a cell.
     return (named or [str(index) for index in range(count)]) if count else []
 
 

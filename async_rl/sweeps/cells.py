@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The overrides by which its run is in its folder."""
+        """The overrides that put its run into its folder."""
         return (text_override("run.dir", self.folder.parent), text_override("run.name", self.name))
 
 

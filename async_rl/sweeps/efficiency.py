@@ -5,8 +5,9 @@ step flatter it. The efficiency compares at equal accuracy instead. It is the nu
 
     accuracy(v) = acc0(e v)
 
-where accuracy(v) is the held-out accuracy after v steps and acc0 that of synchronous training (staleness.max 0) with
-the same other settings. A step is worth e synchronous steps, and steps a minute times e are effective steps a minute.
+where accuracy(v) is the held-out accuracy after v steps and acc0 the accuracy of synchronous training (staleness.max
+0) with the same other settings. A step is worth e synchronous steps, and steps a minute times e are effective steps a
+minute.
 
 - acc0: the evaluations of the synchronous runs are averaged over seeds, version by version, made monotone by isotonic
   regression, and interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the first version after the start.
@@ -144,7 +145,7 @@ def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: floa
 def per_seed(statistic: Callable[[str | None], NDArray[np.float64]], seeds: Sequence[str]) -> NDArray[np.float64]:
     """Return [seeds, numbers]: for each seed values whose mean is `statistic(None)`, of all seeds together.
 
-    Their standard error over the seeds is that of the delete-one jackknife, so that they may be treated as if each seed
+    Their standard error over the seeds is the delete-one jackknife's, so that they may be treated as if each seed
     had been measured by itself. For a statistic that is a mean they are each seed's own values.
 
     Args:

@@ -56,7 +56,7 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
-    """Return the plan: the simulated result of each bound, without bounds at which the learner would wait for ever.
+    """Return the plan: the simulated result of each bound, without bounds that would make the learner wait for ever.
 
     Raises:
         ConfigError: the learner would wait for ever at each of the bounds.

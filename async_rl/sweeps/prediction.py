@@ -43,7 +43,7 @@ class Stages:
     together: float
     """The mean number of groups in flight while a group runs."""
     rollout_busy_s: float
-    """The time per step in which at least one group is in flight, also while an evaluation runs."""
+    """The time per step with at least one group in flight, also while an evaluation runs."""
     failed: float
 
 
@@ -68,7 +68,7 @@ def stages(run: Run) -> Stages:
 
 
 def _receive_s(steps: Sequence[Step]) -> float:
-    """Return the median of the learner's waits for a batch without the time in which the buffer had none; 0 if none."""
+    """Return the median of the learner's waits for a batch without the time when the buffer had none; 0 if none."""
     pairs = [(step.get("time/wait_data_s"), step.get("buffer/waited_s")) for step in steps]
     found = [max(0.0, waits - without) for waits, without in pairs if waits is not None and without is not None]
     return float(np.median(found)) if found else 0.0
@@ -146,7 +146,7 @@ class Measured:
 def work_conserving_bound(found: Stages, depth: float) -> float:
     """Return the largest sum of learner and rollout utilisation that the run's stage times allow.
 
-    It assumes that a step takes the time of both pools one after the other at depth 0, else that of the slower one.
+    It assumes that a step takes the time of both pools one after the other at depth 0, else the slower pool's.
     """
     learner_s, rollout_s = found.train_s + found.pushes * found.sync_s, found.rollout_busy_s
     step_s = learner_s + rollout_s if depth == 0 else max(learner_s, rollout_s + found.pushes * found.pause_s)

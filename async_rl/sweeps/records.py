@@ -22,7 +22,7 @@ from async_rl.sweeps.cells import Cell, sets_one_of
 from async_rl.telemetry.metrics import read_metrics
 
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
-"""The config keys that say where a cell runs, in which the cells of one sweep may differ."""
+"""The config keys that say where a cell runs. The cells of one sweep may differ in them."""
 _ENDS = ("startup_s", "batch_s", "push_s", "buffer_s", "silent_s", "shutdown_s", "pause_s", "interrupt_s")
 """The timeouts that decide only whether a run ends; the others decide about episodes too."""
 RESULTLESS_KEYS = (

@@ -32,7 +32,7 @@ KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var
 TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
 """The shares of steps whose quantiles tell how heavy the tail of a metric is."""
 BESIDE_OTHERS = ("policy_reward", "policy_seconds", "efficiency_sampled", "effective_steps_sampled")
-"""The values that a run has only beside others, see async_rl/sweeps/settings.py. Those of runs.csv are kept."""
+"""The values that a run has only beside others, see async_rl/sweeps/settings.py. The values in runs.csv are kept."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Run:
     def quantile(self, key: str, share: float) -> float:
         """Return the value of metric `key` that `share` of the steps do not exceed, nan without any.
 
-        The first step is left out. Between two steps it is interpolated; the largest is that of share 1.
+        The first step is left out. Between two steps it is interpolated; share 1 has the largest.
         """
         values = [value for _, _, value in self.points(key, first=1)]
         return float(np.quantile(values, share)) if values else math.nan
@@ -119,7 +119,8 @@ class Run:
     def improvement(self) -> float:
         """The held-out accuracy at the end minus at the start; nan if one of the two was not evaluated.
 
-        Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
+        Without evaluations, it is the mean reward of the last tenth of the steps minus the mean reward of the first
+        tenth.
         """
         if self.evals:
             return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan

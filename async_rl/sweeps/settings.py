@@ -117,7 +117,8 @@ def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float
 
 
 def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
-    """Whether the one run with which those of several seeds are to be compared would hide the error of its curve."""
+    """Whether runs of several seeds would be compared with one run alone, whose curve has an error that is not
+    known."""
     return len(others) == 1 < len(row.runs)
 
 
@@ -136,7 +137,7 @@ def _compared(
 def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
     """Return a sentence for each reason why the efficiency of some rows can't be told; none for a single row.
 
-    If it can't be told for any row, and the runs have steps, the last sentence says what it is by sampled reward.
+    If it can't be told for any row, and the runs have steps, the last sentence gives it by sampled reward.
     """
     if len(rows) == 1:
         return []

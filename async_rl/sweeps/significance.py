@@ -21,7 +21,7 @@ SIGNIFICANT = 0.05
 
 
 def speed_key(rows: Sequence[Setting]) -> str:
-    """Return the value by which rows are ranked: effective steps a minute, where these can be told for any row."""
+    """Return the value that ranks rows: effective steps a minute, where these can be told for any row."""
     return next((key for key in SPEEDS if any(row.has(key) for row in rows)), "per_minute")
 
 

@@ -64,7 +64,7 @@ class Sweep:
 
     @property
     def limit(self) -> tuple[str, ...]:
-        """The overrides by which cells have a given time."""
+        """The overrides that give cells a time."""
         return (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 REPORTS_COMPARED = 600
-"""The number of a host's last reports of which the quickest tells the difference of the clocks: a few minutes."""
+"""The quickest of so many last reports of a host tells the difference of the clocks: a few minutes' reports."""
 
 
 @cache
@@ -29,7 +29,7 @@ def clock_id() -> str:
 
 
 class HostClocks:
-    """Maps the times of other hosts' monotonic clocks to that of this process.
+    """Maps the times of other hosts' monotonic clocks to this process's clock.
 
     A report takes some time on its way, hence arrival - sending is above the difference of the clocks, least so for
     the quickest report.

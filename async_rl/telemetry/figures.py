@@ -19,15 +19,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class FigureKind:
-    """The way in which the values of a metric at several steps become one number."""
+    """How the values of a metric at several steps become one number."""
 
     how: Literal["mean", "sum", "max", "last", "median"]
     weight: str = ""
-    """For `mean`, the metric by which a step is weighted; if it is empty, all steps count the same."""
+    """For `mean`, the metric that gives a step its weight; if it is empty, all steps count the same."""
 
     @property
     def of_one_step(self) -> FigureKind:
-        """The kind of a point that stands for several steps in a chart, whose scale is that of one step."""
+        """The kind of a point that stands for several steps in a chart with the scale of one step."""
         return FigureKind("mean") if self.how == "sum" else self
 
     def weight_keys(self, keys: Iterable[str]) -> list[str]:

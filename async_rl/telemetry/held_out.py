@@ -1,4 +1,5 @@
-"""Finds the results of an evaluation that have a name: those on a source of held-out prompts, and those of a reward."""
+"""Finds the results of an evaluation that have a name: results on a source of held-out prompts, and results of a
+reward."""
 
 from __future__ import annotations
 

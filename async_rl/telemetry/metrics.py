@@ -129,7 +129,7 @@ class MetricsLogger:
         self.note(format_step(version, self._steps, values))
 
     def begin_lineage(self) -> None:
-        """Note that a resume is not undone any more: TensorBoard then hides what it discards."""
+        """Note that a resume is not undone any more: TensorBoard then hides the steps that it discards."""
         for tracker in self._trackers:
             tracker.begin_lineage()
 
@@ -189,7 +189,7 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
     """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured.
 
-    Behind held-out results stand those on each source of prompts, and those of each reward, where there are several.
+    After held-out results come the results on each source of prompts and of each reward, where there are several.
     Where held-out accuracy and reward differ, the mean rewards of right and of wrong answers say why.
     """
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]

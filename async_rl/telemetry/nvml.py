@@ -1,7 +1,7 @@
 """Memory and utilisation of the GPUs that CUDA shows to this process, by NVIDIA's management library (NVML).
 
-Samples of utilisation are independent of the timeline's. NVML reports the share of time in which any kernel ran, which
-does not say how much of the GPU the kernel used.
+Samples of utilisation are independent of the timeline's. NVML reports the share of time when any kernel ran, which does
+not say how much of the GPU the kernel used.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
 
 
 def plain(text: str) -> str:
-    """Return a text of the user for a plot, in which two dollar signs would else be the marks of mathematics."""
+    """Return a text of the user for a plot; two dollar signs would else be the marks of mathematics."""
     return text.replace("$", r"\$")
 
 

@@ -1,6 +1,6 @@
 """The status of a run, which the driver writes to `run_dir/status.json` and `async-rl status` prints.
 
-It says what each process does, what it waits on, and since when.
+It has each process's activity, the process that it waits on, and since when.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ STALE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The activity of one process at one moment: what it does, on whom it waits, since when, and for how long at most.
-    """
+    """The activity of one process at one moment: its work, on whom it waits, since when, and for how long at most."""
 
     process: str = ""
     host: str = ""
@@ -36,7 +35,7 @@ class Status:
     since_s: float
     """time.monotonic() at the start of the activity."""
     told_s: float = field(default_factory=time.monotonic)
-    """time.monotonic() at the report, by the clock of the same host, which differs from that of other hosts."""
+    """time.monotonic() at the report, by the clock of the same host, which differs from other hosts' clocks."""
     limit_s: float = 0.0
     """The time limit of the wait; 0: the process does not wait."""
     about: str = ""

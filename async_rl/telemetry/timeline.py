@@ -28,12 +28,12 @@ PRIORITY: tuple[State, ...] = ("sync", "eval", "checkpoint", "busy", "wait_weigh
 """When spans of one pool overlap, an instant counts as the first of these states."""
 
 RESTART = "restart"
-"""The name of the span, in the state `other`, in which a rollout server is lost and started again."""
+"""The name of the span, in the state `other`, of a rollout server that is lost and started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time [start_s, end_s) in which `pool` was in one state; `name` says what it did, if not empty."""
+    """One stretch of time [start_s, end_s) with `pool` in one state; `name` says its activity, if not empty."""
 
     pool: str
     state: State
@@ -111,7 +111,7 @@ class Usage:
         """Add the time [start_s, end_s), with start_s < end_s, to the window; returns this object.
 
         `spans` are cut to that time, and `samples` outside of it are left out. A pool whose spans are all outside of
-        that time was in the state `other`, and so were those of `pools` that have no span.
+        that time was in the state `other`, and so were the `pools` without a span.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")

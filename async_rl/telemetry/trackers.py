@@ -62,7 +62,7 @@ REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 TABLE_EVERY_S = 10.0
-"""The least time between two tables of examples, as each is a file; a table holds those of all steps since."""
+"""The least time between two tables of examples, as each is a file; a table holds the examples of all steps since."""
 SUMMARY_EVERY_S = 10.0
 """The least time between two summaries, as each has every metric."""
 

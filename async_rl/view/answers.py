@@ -41,7 +41,7 @@ def answer_parts(
     """Return the parts of one answer, in order, with a span for each token. Its data-facts say what is known of it.
 
     Args:
-        trained_at: version at which the learner trained on the group last; None: it never did.
+        trained_at: the version of the learner's last training on the group; None: it never did.
         ratios: log importance ratios from that training; None: they are not known.
         color: `version` or `ratio`: what the classes of the spans tell apart.
     """

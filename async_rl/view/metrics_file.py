@@ -117,7 +117,7 @@ class MetricsFile:
         return start, now, number
 
     def alarms(self) -> dict[str, tuple[bool, int]]:
-        """Return, for each alarm that was ever on, whether it is on now, and the last step at which it was."""
+        """Return, for each alarm that was ever on, whether it is on now, and the last step when it was."""
         with self._lock:
             keys = [key for key in self._values if key.startswith("alarm/")]
         found = {}

@@ -40,7 +40,7 @@ class Window:
     """The end of each step, in seconds from the start of the window."""
     lanes: dict[str, list[Segment]]
     waits_s: dict[str, float]
-    """Seconds in which learner/0 did not compute, by what it waited for. The wait for a batch is split by the rollout
+    """Seconds when learner/0 did not compute, by the cause of the wait. The wait for a batch is split by the rollout
     pools' states meanwhile: `batch/busy`, `batch/sync` and so on."""
 
 
@@ -183,7 +183,7 @@ def _segments(spans: Sequence[Span], start_s: float, end_s: float) -> list[Segme
 
 
 def _waits_s(learner: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """Return the seconds of the learner by what it did, without updates and waits for a batch."""
+    """Return the seconds of the learner by activity, without updates and waits for a batch."""
     waits_s: dict[str, float] = {}
     rest_s = end_s - start_s
     for span in learner:

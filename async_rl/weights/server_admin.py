@@ -48,9 +48,8 @@ class ServerAdmin(Protocol):
     never comes, the push has failed, and the server is not resumed before another push has sent all weights.
 
     With weight_sync.double_buffer, whose values the engine's entry declares, `begin_update` and the calls that bring
-    weights
-    come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and `end_update`. If
-    that push fails before the pause, the server continues with the old weights.
+    weights come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and
+    `end_update`. If that push fails before the pause, the server continues with the old weights.
     """
 
     def is_ready(self) -> bool:

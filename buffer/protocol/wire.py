@@ -20,8 +20,7 @@ one client with the same answer may be answered together, as requests `put` ofte
                 wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
                 {state: the cause of the wait} after wait_s. It has to wait only in exact mode or with on_update:
-                drain. In
-                exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
+                drain. In exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
                 answer comes at once. With `served` it may move the number of slots, and says why: the move is in the
                 journal before the answer is sent. -1 slots: their number stays.

@@ -145,7 +145,7 @@ def weight_sums(log_rho: Tensor, response: ResponseTokens, by_sequence: bool) ->
 def step_scale(sum_of_weights: float, sum_of_squares: float, number: float) -> float:
     """Return the share of the learning rate: sqrt(ESS / N) = sum w / sqrt(N sum w^2); 1 without any weight.
 
-    It is 1 also if a weight is not a number: the steps of such rows are skipped, and that of others must not be lost.
+    It is 1 also if a weight is not a number: the step of such rows is skipped, and the other rows must keep their step.
     """
     is_known = sum_of_squares > 0 and math.isfinite(sum_of_weights) and math.isfinite(sum_of_squares)
     return sum_of_weights / math.sqrt(number * sum_of_squares) if is_known else 1.0

@@ -1,7 +1,7 @@
 """Computes the metrics of a step: sums over tokens by staleness, added up over ranks, and statistics of the batch.
 
-`offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of those of staleness n, and
-`by_length/<n>/...` of those in episodes of n to 2n - 1 tokens, where n is a power of two.
+`offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of tokens of staleness n, and
+`by_length/<n>/...` of tokens in episodes of n to 2n - 1 tokens, where n is a power of two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_LOSS = "loss/"
 
 
 class MetricAccumulator:
-    """Keeps sums and maxima by name on this rank's device during a step, until `reduce` combines those of all ranks.
+    """Keeps sums and maxima by name on this rank's device during a step, until `reduce` combines all ranks.
 
     A value is a scalar or a vector; every rank must use the same names and sizes.
 
@@ -157,20 +157,20 @@ def add_policy(
 
 
 def add_loss_metrics(sums: MetricAccumulator, metrics: Mapping[str, Tensor], trained: Tensor) -> None:
-    """Add to `sums` what a loss reports: `metrics` by name, [N] each, of which only trained tokens count."""
+    """Add to `sums` what a loss reports: `metrics` by name, [N] each. Only trained tokens count."""
     sums.add(**{_OF_LOSS + name: torch.where(trained, value, 0.0).sum() for name, value in metrics.items()})
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
     """Return the metrics of `add_offpolicy` and `add_policy`, over all tokens and by staleness.
 
-    Importance weights are those of tokens, rho = proximal / behaviour, uncorrected. ESS/N = (sum w)^2 / (N sum w^2)
-    of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied, 0 for tokens that a
+    Importance weights are by token, rho = proximal / behaviour, uncorrected. ESS/N = (sum w)^2 / (N sum w^2) of rho
+    shows the tail that truncation hides. `ess_truncated` takes the weights as applied, which are 0 for tokens that a
     mask drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the
     tokens with that sign of advantage.
 
-    A mismatch is the mean absolute difference between logprobs of engine and learner at one version; that of tokens
-    sampled in place after an update, on KV of older weights, is `old_kv_mean_abs`. Each is left out if it has no token.
+    A mismatch is the mean absolute difference between logprobs of engine and learner at one version. For tokens sampled
+    in place after an update, on KV of older weights, it is `old_kv_mean_abs`. Each is left out if it has no token.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -328,7 +328,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
 
 
 def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name over those of the mappings that have it."""
+    """Return the mean of each name over the mappings that have it."""
     found: dict[str, list[float]] = {}
     for each in named:
         for name, value in each.items():

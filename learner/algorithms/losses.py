@@ -1,8 +1,8 @@
 """Losses of each token as pure functions. The caller sums them and divides by the normaliser of the minibatch.
 
 A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/seams/algorithms.py lists them. In its formula
-A is the advantage, r = exp(learner - centre logprobs), low and high are those of algorithm.clip, and further settings
-those of algorithm.params.
+A is the advantage and r = exp(learner - centre logprobs). `low` and `high` come from algorithm.clip, further settings
+from algorithm.params.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def kl_k1(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def kl_k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """k2 = (log p - log q)^2 / 2: a biased estimate whose gradient is that of KL(p || q), over samples of p.
+    """k2 = (log p - log q)^2 / 2: a biased estimate with the gradient of KL(p || q), over samples of p.
 
     Source: as for k1; tests/vectors.json (`kl_expected_gradient`) has gradients.
     """
@@ -139,7 +139,7 @@ def kl_k2(logprobs: Tensor, other: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """k3 = q / p - 1 - log(q / p) >= 0: over samples of p it is unbiased like k1, with less variance.
 
-    As a loss, its gradient is that of the other divergence, KL(q || p). Source: as for k1.
+    As a loss it has the gradient of the other divergence, KL(q || p). Source: as for k1.
     """
     log_ratio = other - logprobs
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio
@@ -186,7 +186,7 @@ def bradley_terry(
 def comparison_metrics(preferred: Tensor, other: Tensor, weights: Tensor) -> dict[str, float]:
     """Return how well rewards [n] of compared answers agree with the comparisons; all are means by `weights`.
 
-    loss: -log sigmoid(d), where d is the reward of the preferred answer less that of the other.
+    loss: -log sigmoid(d), where d is the preferred answer's reward less the other's.
     accuracy: the share with d > 0; d = 0 counts half.
     margin: the mean of d.
     calibration_error: in ten bins of the confidence sigmoid(|d|), from 0.5 to 1, the distance between mean confidence

@@ -117,8 +117,8 @@ class Objective:
     def normaliser(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> float:
         """Return the number, at least 1, that the summed policy loss of the (group, row) `pairs` is divided by.
 
-        It follows from algorithm.aggregation. The pairs are those of whole episodes. Trained tokens count, and so do
-        those masked only for their age: masking these removes their loss and does not amplify that of the others.
+        It follows from algorithm.aggregation. The pairs belong to whole episodes. Trained tokens count, and so do
+        tokens masked only for their age: the mask removes their loss and does not amplify the others' loss.
         """
         chosen = set(pairs)
         counted = [
@@ -157,7 +157,7 @@ class Objective:
     ) -> MicroBatchLosses:
         """Return the losses of policy and critic for a micro-batch of `minibatch`, summed over trained tokens.
 
-        Proximal logprobs and old values that were not computed at step start are those of this pass, detached.
+        Proximal logprobs and old values that were not computed at step start are taken from this pass, detached.
         """
         algorithm, response = self.config.algorithm, micro.response
         trained, rows, count = response.trained, response.rows, len(response.lengths)
@@ -216,7 +216,7 @@ class Objective:
         entropy: Tensor,  # [N]
         is_first_epoch: bool,
     ) -> None:
-        """Add to `sums` what the metrics of the step are made of; off-policyness is that of the first epoch only."""
+        """Add to `sums` what the metrics of the step are made of; off-policyness counts in the first epoch only."""
         algorithm, response, trained, of = self.config.algorithm, micro.response, micro.response.trained, losses
         if of.critic is not None:
             add_critic(sums, _computed(of.old_values), _computed(of.returns), trained)
@@ -257,8 +257,8 @@ class Objective:
     def proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         """Return the proximal logprobs [N], detached, 0 if untrained.
 
-        They are interpolated between behaviour and `logprobs` if so configured, else those of step start, or `logprobs`
-        where step start computed none.
+        They are interpolated between behaviour and `logprobs` if so configured. Else they come from step start, or are
+        `logprobs` where step start computed none.
         """
         if self.config.algorithm.old_logprobs == "interpolate":
             return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
@@ -306,7 +306,7 @@ class Objective:
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the values of all shares of the batch, concatenated. Collective. [n_i] of this rank -> [n].
 
-        The ranks of a sequence group have the same values, of which the first rank's are taken.
+        The ranks of a sequence group have the same values, so the first rank's are taken.
         """
         values = torch.cat(list(parts))
         sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]

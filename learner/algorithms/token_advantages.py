@@ -1,8 +1,8 @@
 """Computes an advantage for each trained token of a row from the reward of the whole row.
 
-Of episodes of several turns, each row is a row here: rewards are compared between episodes, and their advantage is
-that of all their rows; returns and critics work on the rewards of turns, row by row. Tokens that the model has not
-sampled, those of an environment, have no advantage, and returns skip them.
+Episodes of several turns may have several rows. Rewards are compared between episodes, and all rows of an episode get
+its advantage. Returns and critics work on the rewards of turns, row by row. Tokens that the model has not sampled, for
+example an environment's, have no advantage, and returns skip them.
 """
 
 from __future__ import annotations

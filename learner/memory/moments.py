@@ -58,7 +58,7 @@ class Moments:
 
     @property
     def gathered(self) -> int:
-        """The most weights in the compute type at a time: those of a block or three, and of what is no block."""
+        """The most weights in the compute type at a time: one to three blocks, and what is no block."""
         return self._blocks + max(self._rest(moment) for moment in ("logits", "first block", "embedding"))
 
     @property

@@ -22,11 +22,11 @@ class Counts:
 
     all: int
     rest: int
-    """Those in no transformer block: embeddings, output head and the last norm."""
+    """Weights in no transformer block: embeddings, output head and the last norm."""
     block: int
-    """Those of the largest block."""
+    """Weights in the largest block."""
     head: int
-    """Those of the output head; 0: the network computes no logits."""
+    """Weights in the output head; 0: the network computes no logits."""
     embeddings: int
 
 

@@ -119,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made within the `with` block while they live: `peak` is their most.
 
     Tensors without data count too. What one operation allocates for itself alone is not seen. `existing` are tensors
-    from before the block, of which views may be made in it.
+    from before the block. Views of them cost nothing.
     """
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Computes how much memory a learner rank needs, by what it is for, before anything is loaded.
+"""Computes how much memory a learner rank needs, for each use, before anything is loaded.
 
 The peak is the fullest moment of a step: one of a network's backward pass (moments.py), with weights, optimizer state,
 gradients of earlier micro-batches and what other networks have there; or the push: weights, optimizer state, two

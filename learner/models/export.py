@@ -24,8 +24,8 @@ from learner.models.policy import open_policy, write_folder
 def export(source: str | Path, target: Path) -> Path:
     """Write the policy of `source`, a checkpoint or a run with one, to `target`, and return the checkpoint's path.
 
-    Its weights are the moving average if the checkpoint has one (learner.ema_decay), as those of run_dir/model. They
-    get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
+    Its weights are the moving average if the checkpoint has one (learner.ema_decay), as in run_dir/model. They get the
+    type of the weights in model.path, and adapters are merged into them. Other files are copied from model.path.
 
     Raises:
         ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, the run's config trains

@@ -14,7 +14,7 @@ _SHOWN = 5
 def freeze(lm: Any, patterns: Sequence[str]) -> None:
     """Keep the weights of a model that fit a pattern, such as `model.layers.0.*`, from being trained.
 
-    Tied weights have one name, that of the embeddings.
+    Tied weights have one name, the embeddings'.
 
     Raises:
         ConfigError: no weight fits a pattern, or no weight is left to train.

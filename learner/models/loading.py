@@ -1,11 +1,11 @@
-"""Loads models so that a rank reads from the weight files only what it keeps.
+"""Loads models. A rank reads from the weight files only the parts that it keeps.
 
     open_model     the model with meta tensors: names, shapes and types, but no weights
     shard          learner/models/policy.py; FSDP2 splits meta tensors as it does others
-    read_weights   allocates what this rank keeps, and fills it from the files tensor by tensor
+    read_weights   allocates this rank's shards, and fills them from the files tensor by tensor
 
-The most memory that a rank needs is that of its shards and of one tensor. Where transformers makes a weight of several
-tensors, as of the experts of a layer, it is that of its shards and of those tensors.
+A rank needs at most the memory of its shards and of one tensor. Where transformers joins several tensors in one weight,
+as it does with the experts of a layer, a rank needs its shards and all these tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StoredWeights:
         self._starts += [(module, name, start) for name, _ in module.named_parameters(recurse=False)]
 
     def fill(self, lm: Any) -> None:
-        """Fill the weights of `lm`, of which this rank may have shards only.
+        """Fill the weights of `lm`; this rank may have only shards of them.
 
         Raises:
             ConfigError: the files lack weights for which there is no start, or torch can't tell this rank's rows.

@@ -104,8 +104,8 @@ def merged_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iter
 
 
 class AdapterParcels:
-    """Pushes adapters alone (weight_sync.lora adapter): parcels of which servers make the weights that
-    `merged_parameters` has, by the names of model folders.
+    """Pushes adapters alone (weight_sync.lora adapter), as parcels. Servers make of them the weights of
+    `merged_parameters`, by the names of model folders.
 
     Raises:
         ConfigError: the model folder has an adapted weight in another form than the model.

@@ -33,7 +33,7 @@ class Network(nn.Module):
     def hidden_states(self, inputs: PackedTokens) -> Tensor:
         """Return the last hidden states that predict the N response tokens, [N, hidden].
 
-        With `sequence` they are those of the tokens that `owners` gives to this rank.
+        With `sequence` they belong to the tokens that `owners` gives to this rank.
         """
         if self.sequence is not None:
             return split_states(self.lm, inputs, self.compute_dtype, self.sequence)

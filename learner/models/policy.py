@@ -175,7 +175,7 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:
-    """Return the folders in which the policy is saved after the step that made `version`."""
+    """Return the folders to save the policy in after the step that made `version`."""
     every_steps = config.checkpoint.models_every_steps
     due = [model_folder(config.run_dir, version)] if every_steps and version % every_steps == 0 else []
     return [*due, config.run_dir / "model"] if is_last else due

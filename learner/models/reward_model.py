@@ -66,7 +66,7 @@ class RewardRows:
         """Return the row of a prompt and an answer.
 
         Args:
-            messages: those of the prompt.
+            messages: the messages of the prompt.
             prompt, answer: in the policy's tokens.
         """
         if not self.reads_text:

@@ -4,9 +4,9 @@
               rows (DeepSpeed-Ulysses, arXiv 2309.14509); key and value heads are repeated where they are too few
     keys      where the heads can't be divided by n: all ranks gather keys and values, and keep their own queries
 
-Every other layer works on single tokens and needs no other rank. Masks and lengths are those of whole rows. Values of
+Every other layer works on single tokens and needs no other rank. Masks and lengths are of whole rows. Values of
 response tokens are gathered at the end, so that every rank of the group computes the whole loss. Its gradient for a
-rank's own tokens is multiplied by n: FSDP averages it over all ranks, of which n belong to one share of the batch.
+rank's own tokens is multiplied by n: FSDP averages it over all ranks, and n ranks belong to one share of the batch.
 """
 
 from __future__ import annotations

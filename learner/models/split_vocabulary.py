@@ -1,14 +1,14 @@
 """Head and embeddings split by rows over the n ranks of a sequence group, so that no rank ever gathers them whole.
 
 Each rank has V / n rows. FSDP2 shards these over the other ranks that have the same, and gathers and averages them
-there; so gradients here are those of one share of the batch, while those of hidden states are n times as large, see
+there; so gradients here belong to one share of the batch, while gradients of hidden states are n times as large, see
 sequence.py.
 
     embeddings   for each rank of the group in turn: all ranks look up its tokens, and the sum goes to it
     scores       for each rank of the group in turn, in chunks: it sends its hidden states, all ranks compute logits of
                  their rows of the head, and maximum and sums of exponentials are added up over the group
 
-The formulas are those of token_scores.py.
+The formulas are in token_scores.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_vocabulary(rows: int, ranks: int, slices: int, copies: int = 1) -> Non
     """Check that torch finds the rows of head and embeddings where FSDP2 lays them, on every rank, as checkpoints need.
 
     Args:
-        rows: those of the whole head.
+        rows: the number of rows of the whole head.
         slices: the ranks over which a row of tokens is split.
         copies: how many groups of ranks have all weights, as with learner.sharding hybrid.
 
@@ -72,7 +72,7 @@ def check_vocabulary(rows: int, ranks: int, slices: int, copies: int = 1) -> Non
 
 
 def unfit_vocabulary(rows: int, ranks: int, own: int, found: int) -> ConfigError:
-    """Return the error for a head of `rows` rows of which a rank has `own`, where torch takes it for `found`."""
+    """Return the error for a head of `rows` rows if a rank has `own` rows and torch takes it for `found`."""
     return ConfigError(
         f"learner.sequence_parallel must be 1 with {rows} rows of embeddings on {ranks} learner ranks: torch's "
         f"checkpoints would take the {own} rows of a rank for {found}. Or take another number of ranks, or a model "

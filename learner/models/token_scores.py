@@ -114,9 +114,9 @@ def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
 def grad_of_logits(
     logp: Tensor, entropies: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the logits z but for that of the targets, -g_y p_v - g_H p_v (log p_v + H), [n, V].
+    """Return the gradient of the logits z without the targets' part, -g_y p_v - g_H p_v (log p_v + H), [n, V].
 
-    The caller adds g_y to that of each target. g_y and g_H are the gradients [n] of log p(y) and H, None for zeros;
+    The caller adds g_y at each target. g_y and g_H are the gradients [n] of log p(y) and H, None for zeros;
     `logp` [n, V] is overwritten.
     """
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs

@@ -21,7 +21,7 @@ def attention_mask(
 ) -> Tensor:
     """Return what to add to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, s, S]
 
-    The s query tokens are those of `queries`, by default all S.
+    The s query tokens are given by `queries`, by default all S.
     """
     start, end, _ = queries.indices(segments.shape[2])
     allowed = may_attend(segments, start, end)
@@ -44,7 +44,7 @@ def block_mask(segments: Tensor, queries: slice = WHOLE) -> BlockMask:
     """Return the mask that torch's create_block_mask gives for the rule of `may_attend`, with less memory.
 
     create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a pack of
-    16k tokens. `segments` and `queries` are those of `attention_mask`; the mask counts queries from 0.
+    16k tokens. `segments` and `queries` are as in `attention_mask`; the mask counts queries from 0.
     """
     own, root = segments
     size = own.shape[1]
@@ -68,6 +68,6 @@ def block_mask(segments: Tensor, queries: slice = WHOLE) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of True blocks in each pack [B, 1, q], columns, those of True blocks first [B, 1, q, k])."""
+    """Return (number of True blocks in each pack [B, 1, q], columns with True blocks first [B, 1, q, k])."""
     numbers = blocks.int().argsort(dim=2, descending=True, stable=True)
     return blocks.sum(2, dtype=torch.int32)[:, None], numbers.int()[:, None]

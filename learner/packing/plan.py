@@ -5,7 +5,7 @@ more pieces, so that little is padding:
 
     prompt a | row 1 | row 2 | prompt b | row 3 | padding
 
-A row attends to its prompt and to itself, and its positions continue those of the prompt. Its last token predicts
+A row attends to its prompt and to itself, and its positions continue the prompt's. Its last token predicts
 nothing that is trained, so it isn't fed. Packs of one row need no attention mask: padding is on the right. A row may
 begin with tokens that are not trained.
 """

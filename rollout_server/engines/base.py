@@ -83,7 +83,7 @@ class Engine(Protocol):
     """A rollout engine: samples replies from one policy, whose weights have version 0 at the start."""
 
     url: str
-    """The address at which the engine's `ServerAdmin` reaches it, e.g. http://127.0.0.1:41234. Valid after `start`."""
+    """The engine's address for its `ServerAdmin`, e.g. http://127.0.0.1:41234. Valid after `start`."""
     vocab_size: int
     """The number of token ids, 0..vocab_size - 1. Valid after `start`."""
 

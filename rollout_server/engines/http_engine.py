@@ -95,7 +95,7 @@ class HttpEngine(ABC):
         """Return the priority of a request at the server, which is to begin with lower ones first.
 
         The groups with the nearest deadline go first. An evaluation, which has none, comes after all groups that were
-        admitted by now. It comes before those of later versions, as it would wait for ever at a server that is full.
+        admitted by now. It comes before groups of later versions, as it would wait for ever at a server that is full.
         """
         self._newest = max(self._newest, request.start_version)
         return self._newest + 1 if request.purpose is Purpose.EVALUATION else request.start_version
@@ -104,7 +104,7 @@ class HttpEngine(ABC):
         """Send requests for replies, and return the JSON of the response. If cancelled, end them on the server.
 
         Args:
-            key: that of the GenerationRequest, for errors.
+            key: the GenerationRequest's key, for errors.
 
         Raises:
             ProcessDiedError: the server broke the connection.

@@ -29,8 +29,7 @@ class StopTexts:
         self._tail_tokens = max(len(text.encode()) for text in texts) + 4
 
     def is_reached(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens`, those of a reply that has not ended before, completes one of the texts.
-        """
+        """Return whether the last token completes one of the texts, in a reply that has not ended before."""
         return self._is_in(tokens[-self._tail_tokens :])
 
     def cut(self, reply: SampledReply) -> SampledReply:

@@ -1,4 +1,4 @@
-"""The interface of environments, which tell the model what it sees and reward its replies. `task.env` names one.
+"""The interface of environments, which give the model observations and reward its replies. `task.env` names one.
 
 An environment is made for one episode. Its methods are awaited one after the other, each with a time limit. They share
 the event loop with all other episodes, so they must not block it. The tasks that they create end with the episode; one

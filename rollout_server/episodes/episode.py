@@ -31,7 +31,8 @@ MAX_ATTEMPTS = 2
 """How often an episode is played if its environment or agent fails, each time with a fresh session."""
 
 END_S = SESSION_CLOSE_S + CLOSE_S + 4 * CANCEL_S
-"""How long an attempt may take to end after its time limit: the waits of `Attempt.run` for what it cancels and closes.
+"""How long an attempt may take to end after its time limit: the waits of `Attempt.run` for all that it cancels and
+closes.
 """
 
 End = Literal[EpisodeEnd, "failed"]
@@ -49,7 +50,7 @@ class EpisodeLimits:
     episode_s: float
     """The time limit of the whole episode."""
     on_timeout: Literal["zero", "partial", "drop"] = "zero"
-    """The reward of an episode that ran out of time: 0, that of its turns so far, or none: the episode is dropped."""
+    """The reward of an episode that ran out of time. zero: 0. partial: the reward of its turns. drop: it is dropped."""
 
     @property
     def longest_s(self) -> float:
@@ -76,7 +77,7 @@ class Episode:
     traceback: str = ""
     """The traceback of what the environment or the agent raised."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics with keys of `EPISODE_METRICS`, and those of the environment as `env/<name>`. A question has none."""
+    """Metrics with keys of `EPISODE_METRICS`, and the environment's as `env/<name>`. A question has none."""
     messages: tuple[Message, ...] = ()
     """The conversation as the model saw it last, and its last reply."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -110,7 +111,7 @@ _SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", 
 
 def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
     """Yield the metrics `episode/<name>` of all `episodes`, each given as its own metrics: a sum for rare counts,
-    else the mean. `episode/ended` is their number, by which means of several steps are weighted.
+    else the mean. `episode/ended` is their number, the weight of the means over several steps.
     """
     if episodes:
         yield Metric("episode/ended", len(episodes), "sum")
@@ -131,7 +132,7 @@ class EpisodeFailedError(Exception):
     The episode ends as `failed`, and is played once more.
 
     Args:
-        fault: what it raised.
+        fault: the exception that it raised.
     """
 
     end: End = "failed"

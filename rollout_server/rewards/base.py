@@ -1,4 +1,4 @@
-"""The rewards of a run: the table of those that are built in, and how those of the configuration are found.
+"""The rewards of a run: the table of built-in rewards, and how the rewards of the configuration are found.
 
     task.reward    one reward: a name in REWARDS, or `module:name`. Empty: the task's own
     task.rewards   several, each with a name, a weight and settings; their weighted sum is the reward of an answer
@@ -152,7 +152,7 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
     alone = replace(config.task, reward="" if name == "task" else name, rewards=())
     found = open_rewards(replace(config, task=alone), task, "eval.gold_reward")
     _check_held_out(config, task)
-    # under a name of its own, so that its costs are not those of the rewards that are trained on
+    # under a name of its own, so that its costs are kept apart from the rewards that are trained on
     return tuple(replace(each, name="eval.gold_reward") for each in found)
 
 
@@ -174,7 +174,7 @@ def is_async(function: Score) -> bool:
 
 
 def _own_reward(task: Verifier) -> Reward:
-    """Return the reward that the task declares, or that of its `verify`."""
+    """Return the reward that the task declares, or else its `verify` as a reward."""
     declared: Callable[[], Reward] | None = getattr(task, "own_reward", None)
     return declared() if declared else Reward(function=task.verify, concurrency=num_children())
 

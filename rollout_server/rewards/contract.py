@@ -1,4 +1,5 @@
-"""The contract of rewards: the function that scores, what its entry declares about it, and what it may return."""
+"""The contract of rewards: the function that scores, its entry with declarations about it, and the results that it may
+return."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class CallLimits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward and what it declares about itself. It has one of `function` and `open`.
+    """A reward with its declarations. It has one of `function` and `open`.
 
     Raises:
         ValueError: it has both or none of the two, is a function of its input but not of an answer, or a field has a
@@ -71,8 +72,8 @@ class Reward:
     inputs: Callable[[Config], Any] | None = None
     """Returns what else of the configuration a verdict that may be kept depends on, as in JSON; None: nothing."""
     modules: tuple[str, ...] = ()
-    """The names of further modules on whose code a verdict that may be kept depends, besides those of the function; of
-    a package, all that is in it counts."""
+    """The names of further modules that a kept verdict depends on, besides the function's own. A package counts with
+    all that is in it."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
     limits: Callable[[Config, Any], CallLimits] | None = None

@@ -20,7 +20,7 @@ _MEMORY_BYTES = 4 * 2**30
 _SMALL, _CLOSE = 1e-3, 1e-3
 """Numbers below the first are equal if they differ by at most this share: math-verify compares six decimals of them."""
 _ACCURACY = 1e-14
-"""The share by which floats differ that stand for the same number; math-verify compares all digits of large ones."""
+"""Floats that stand for the same number may differ by this share; math-verify compares all digits of large ones."""
 _DIGITS = 30
 """The digits to which a number is evaluated."""
 
@@ -43,8 +43,8 @@ def main() -> None:
 
 
 def _is_equal(gold: list[Any], response: list[Any]) -> bool:
-    """Return math-verify's verdict on what it has parsed; of two numbers that are small, or of which one has floats,
-    whether they are close for their size. A number may have a name, as in `x = 2`, but two may not have different ones.
+    """Return math-verify's verdict on parsed answers; for two numbers that are small, or where one has floats, whether
+    they are close for their size. A number may have a name, as in `x = 2`, but two may not have different ones.
     """
     verdict = bool(verify(gold, response, timeout_seconds=None))
     parsed = *gold[:1], *response[:1]

@@ -55,7 +55,7 @@ def as_math(answer: Any) -> str:
 
 
 def with_marked_math(text: str) -> str:
-    """Return a text in which what is in boxes, dollars or brackets has the form of `as_math`."""
+    """Return a text with the form of `as_math` in place of the content of boxes, dollars or brackets."""
     return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
 
 
@@ -132,7 +132,7 @@ def ends_with(response: str, answer: Any) -> bool:
 
 
 def is_number(answer: Any) -> bool:
-    """Return whether a right answer is one finite number, or the text of one, in which commas may separate digits."""
+    """Return whether a right answer is one finite number, or the text of one; commas may separate digits."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return False
     try:

@@ -130,7 +130,7 @@ def time_limit_s(num_calls: int, at_once: int, timeout_s: float) -> float:
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
-    """Return the result of a function, or a RewardError in place of what it raised."""
+    """Return the result of a function, or a RewardError in place of the exception that it raised."""
     try:
         return function()
     except RewardError as error:

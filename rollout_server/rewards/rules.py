@@ -29,7 +29,7 @@ Rule = Callable[[Question, str], float]
 once."""
 
 TAIL_CHARACTERS = 300
-"""The number of last characters of the response in which the GSM8K rule looks for the answer."""
+"""The GSM8K rule looks for the answer in so many last characters of the response."""
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
@@ -61,9 +61,9 @@ def find_number(rule: str, response: str) -> str:
 def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0.
 
-    A reference that it would misread is compared in another form; then a response may also end with its text. Of boxes
-    with words between them, all of which math-verify takes for the answer, the last may also be it alone; beside them
-    nothing else counts then, or what stands before them would be a further try.
+    A reference that it would misread is compared in another form; then a response may also end with its text.
+    math-verify takes several boxes with words between them for one answer; here the last box alone may be the answer
+    too. Nothing outside of the boxes counts then, or text before them would be a further try.
     """
     answer, response = question.ground_truth, final_answer(response)
     reference = with_marked_math(as_math(answer))
@@ -81,7 +81,7 @@ RULES: dict[str, Rule] = {
 }
 """The rules by their name in the configuration."""
 NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
-"""The rules of which the right answer is one number."""
+"""The rules whose right answer is one number."""
 
 
 def rule_for_source(source: str, key: str = "task.reward") -> str:

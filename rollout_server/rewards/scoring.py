@@ -95,7 +95,7 @@ class Scoring:
             return await reward.score(question, episodes)
 
     def _verdict(self, results: Sequence[RewardResult]) -> Verdict:
-        """Return the verdict on one episode, given that of each reward."""
+        """Return the verdict on one episode, given the result of each reward."""
         total, values, missing = 0.0, dict[str, float](), ""
         for scorer, result in zip(self._rewards, results, strict=True):
             named = scorer.named

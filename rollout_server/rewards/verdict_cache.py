@@ -71,7 +71,7 @@ class VerdictCache:
             self._database, self._is_broken = None, True
 
     def _execute(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Run a statement: a query with the values of its one row, or a change with those of each row."""
+        """Run a statement: a query with the values of its one row, or a change with the values of each row."""
         with self._lock:
             if self._is_broken:
                 return []
@@ -97,9 +97,9 @@ class VerdictCache:
 
 
 def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> bytes:
-    """Return a digest of a reward: its place, the code on which its verdicts depend, its settings, and its `inputs`.
+    """Return a digest of a reward: its place, the code that its verdicts depend on, its settings, and its `inputs`.
 
-    The code is that of the module that the place `module:name` names, of the modules that define the function or
+    The code is taken from the module that the place `module:name` names, of the modules that define the function or
     `open`, also within a functools.partial, whose arguments count, or a decorator, and of `reward.modules`.
 
     Raises:
@@ -118,7 +118,7 @@ def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> b
 
 
 def _modules_and_arguments(function: Any, place: str) -> tuple[set[str], list[Any]]:
-    """Return the modules that define a function and what it wraps, and the arguments that its partials hold."""
+    """Return the modules that define a function and all that it wraps, and the arguments of its partials."""
     modules, arguments = set[str](), list[Any]()
     while function is not None:
         if isinstance(function, functools.partial):

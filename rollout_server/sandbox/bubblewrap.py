@@ -28,7 +28,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 
 START_TIMEOUT_S = 60.0
 MARGIN_S = 5.0
-"""How much later the time limit of a reward must be than that of its runs."""
+"""A reward's time limit must be so much longer than the limit of its runs."""
 CLOSE_S = 1.0
 """How long a sandbox may take to end by itself."""
 GRACE_S = MARGIN_S - CLOSE_S

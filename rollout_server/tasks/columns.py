@@ -46,7 +46,7 @@ class Asked:
     key: str = "task.columns"
     """The setting that names them."""
     own: str = "task.columns"
-    """The setting that names those of this source: of one among several, that in its entry."""
+    """The setting that names this source's columns; one source among several has it in its entry."""
 
     @classmethod
     def of(cls, config: TaskConfig, sources: Sequence[DataConfig], index: int, setting: str) -> Asked:
@@ -114,7 +114,7 @@ def find_columns(names: Sequence[str], asked: Asked, where: str) -> Columns:
 
 
 def media_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return those of the columns `names` that hold images, videos or sounds, which no model here can read."""
+    """Return the columns, out of `names`, with images, videos or sounds, which no model here can read."""
     texts = [name for name in MAY_BE_MEDIA if all(isinstance(row.get(name), str | None) for row in rows)]
     return [name for name in (*MEDIA, *MAY_BE_MEDIA) if name in names and name not in texts]
 
@@ -125,7 +125,7 @@ def is_of_gsm8k(names: Sequence[str], asked: ColumnsConfig, rows: Sequence[Mappi
 
 
 def why_not_gsm8k(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what keeps rows, of which some are like GSM8K's, from being read as such; "" if none is like these."""
+    """Return why rows can't be read as GSM8K's although some are like these; "" if none is like these."""
     like = sum(map(is_gsm8k_row, rows))
     if not like:
         return ""

@@ -4,8 +4,8 @@
     {"chosen": [...], "rejected": [...]}                               the same; both are whole conversations
     {"prompt": ..., "answers": [...], "ranks": [1, 2, 2]}              a ranking, best first; equal ranks are a tie
 
-A prompt is text, which is a message of the user, or chat messages. An answer is text, or chat messages of which the
-last is the assistant's; if the first is not, they are the whole conversation, and the prompt is not read.
+A prompt is text, which is a message of the user, or chat messages. An answer is text, or chat messages whose last is
+the assistant's; if the first is not, they are the whole conversation, and the prompt is not read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ComparedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComparedAnswers:
-    """Two or more answers to a prompt, and the pairs of them of which one was preferred."""
+    """Two or more answers to a prompt, and the pairs of them with a preferred answer."""
 
     prompt: str
     """The text of the prompt of the first answer."""
@@ -54,7 +54,7 @@ class ComparisonFile:
     too_long: int = 0
     """Rows with a prompt or an answer that is longer than a run allows."""
     all_tied: int = 0
-    """Rows of which no answer is better than another."""
+    """Rows without an answer that is better than another."""
 
     @property
     def summary(self) -> str:
@@ -124,7 +124,7 @@ def _check_columns(found: Collection[str], where: str) -> None:
 
 
 def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tuple[int, int, float]]]:
-    """Return the conversations of a row, each with an answer at its end, and the pairs of which one is better."""
+    """Return the conversations of a row, each with an answer at its end, and the pairs with a better answer."""
     answers: Any
     if "chosen" in row:
         margin = row.get("margin", 0.0)
@@ -150,7 +150,7 @@ def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tup
 
 
 def _conversation(prompt: Any, answer: Any, where: str) -> Messages:
-    """Return the messages of a prompt and an answer, of which the last is the assistant's."""
+    """Return the messages of a prompt and an answer; the last is the assistant's."""
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     if not isinstance(answer, list) or not answer or not all(map(_is_message, answer)):

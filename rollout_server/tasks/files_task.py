@@ -40,7 +40,7 @@ AS_THEY_ARE = "{prompt: question, reference: answer}"
 class _Source:
     data: DataConfig
     first_row: int
-    """The number of its first row among those of all sources."""
+    """The number of its first row among the rows of all sources."""
     questions: list[tuple[int, Question]]
     """(row, question) of each prompt that is short enough; rows count from 0, over all files of the source."""
 
@@ -190,5 +190,5 @@ class FilesTask(Task):
 
 
 def _text(question: Question) -> str:
-    """Return the messages as a text by which prompts are compared: in lower case, with white space as single spaces."""
+    """Return the messages as a text that compares prompts: in lower case, with white space as single spaces."""
     return "\n".join(f"{each['role']}: {' '.join(each['content'].casefold().split())}" for each in question.messages)

@@ -20,11 +20,11 @@ _SHOWN = range(2, 10)
 _TESTED = (2, 7, 9, 12, 20)
 _HELD_OUT_EVERY = 5
 _STRIDE = 389
-"""A prime by which questions are taken in turn, so that neighbours differ."""
+"""Questions are taken in steps of this prime, so that neighbours differ."""
 
 
 class Programs(Task):
-    """Questions for expressions `x<operation><constant>`, of which every fifth is held out."""
+    """Questions for expressions `x<operation><constant>`. Every fifth is held out."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)

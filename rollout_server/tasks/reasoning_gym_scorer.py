@@ -37,8 +37,8 @@ _COMPARING = frozenset({
     "palindrome_generation", "path_star", "products", "self_reference", "sentence_reordering", "spell_backward",
     "zebra_puzzles",
 })  # fmt: skip
-"""Datasets of reasoning_gym 0.1.25 whose own scorers only compare an answer, as the one does that all datasets inherit.
-The other scorers may run an answer, or be busy for ever, as with 10 ** int(answer)."""
+"""Datasets of reasoning_gym 0.1.25 whose own scorers only compare an answer, as the scorer does that all datasets
+inherit. Other scorers may run an answer, or compute for ever, for example 10 ** int(answer)."""
 _MOST_SANDBOXES = 8
 """Each takes 90 MB and seconds to start."""
 _KEPT_SCORES = 1024
@@ -73,7 +73,7 @@ class ReasoningGymScorer:
     Args:
         dataset: the dataset.
         parts: the datasets that it is made of, by their names.
-        name: its name, by which together with `settings` a sandbox makes it once more.
+        name: its name. A sandbox makes it once more from name and `settings`.
         is_contained: use bubblewrap; task.sandbox says so.
     """
 

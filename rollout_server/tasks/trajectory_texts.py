@@ -45,7 +45,7 @@ class TrajectoryTexts:
             row[text] = self._tokenizer.decode(row[tokens]) if tokens in row else None
 
     def _is_of(self, row: dict[str, Any], prompt: Prompt) -> bool:
-        """Whether a row answers a prompt: it has its tokens or, if these are gone or those of an episode of turns, its
+        """Whether a row answers a prompt: it has its tokens or, if these are gone or belong to an episode of turns, its
         row of the data, in a run that had one task all the time.
         """
         if row["data_row"] not in (-1, prompt.data_row):

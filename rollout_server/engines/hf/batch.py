@@ -337,7 +337,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row; return the tokens [B] and their logprobs [B].
 
-    The token is the one whose interval of the cumulative distribution contains `uniform`. The logprob is that of
+    The token is the one whose interval of the cumulative distribution contains `uniform`. The logprob comes from
     log_softmax(logits / temperature), also under top_p, which only narrows the choice, as in SGLang.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)

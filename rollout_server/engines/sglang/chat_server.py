@@ -19,14 +19,14 @@ def open_chat_server(config: Config, name: str, log_file: Path, port: int = 0) -
     """Return the process of a server of judge.path, before its start.
 
     Args:
-        port: the port that it listens on, that of the server which it replaces; 0: a free one.
+        port: the port that it listens on, the port of the server before it; 0: a free one.
     """
     flags = chat_server_flags(config, on_gpu=torch.cuda.is_available())
     return sglang_process(f"SGLang server {name}", flags, log_file, config, port)
 
 
 def chat_server_flags(config: Config, *, on_gpu: bool) -> Flags:
-    """Return SGLang's flags {name: value} without the port; those of judge.server_args take precedence."""
+    """Return SGLang's flags {name: value} without the port; judge.server_args take precedence."""
     flags: Flags = {
         "model-path": os.path.abspath(config.judge.path), "host": config.network.host, "random-seed": config.run.seed,
         "dtype": "auto" if on_gpu else "float32", "log-level": "warning",

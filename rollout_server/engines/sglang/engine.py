@@ -145,7 +145,7 @@ def request_body(
     Args:
         prefix: what the ids of the replies' requests begin with.
         priority: as for `primer_body`.
-        forbidden: tokens that are not sampled. SGLang adds the bias to the logits of which it returns logprobs.
+        forbidden: tokens that are not sampled. SGLang adds the bias to the logits, so it is in the logprobs too.
         stop: the texts that end a reply. A server with any must have a tokenizer.
     """
     prompt = request.prompt.tokens.tolist()

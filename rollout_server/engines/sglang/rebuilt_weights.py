@@ -51,6 +51,6 @@ def _load_folder_rebuilt(updater: WeightUpdater, model_path: str, *args: Any, **
 
 
 def _rebuilder(updater: WeightUpdater) -> Rebuilder:
-    """Return the Rebuilder of the server's model. SGLang's own path is that of the last folder that it loaded."""
+    """Return the Rebuilder of the server's model. SGLang's own path names the last folder that it loaded."""
     folder = Path(os.environ[BASE_VARIABLE])
     return _rebuilders.setdefault(id(updater.get_model()), Rebuilder(lambda: weight_files(folder)))

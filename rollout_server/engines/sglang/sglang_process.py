@@ -49,7 +49,7 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int, seed: int) -> Flags:
-    """Return SGLang's flags {name: value} without the port; those of rollout.server_args take precedence.
+    """Return SGLang's flags {name: value} without the port; rollout.server_args take precedence.
 
     `model` is the text part of the model's transformers config.
     """
@@ -101,7 +101,7 @@ def _speculates(config: Config) -> bool:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders in which installed Python packages have put the CUDA runtime, libcudart; [] without any."""
+    """Return the folders where installed Python packages have put the CUDA runtime, libcudart; [] without any."""
     nvidia = importlib.util.find_spec("nvidia")  # a namespace package of many wheels, in one or more site-packages
     roots = nvidia.submodule_search_locations if nvidia else None
     return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
@@ -135,9 +135,9 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
 
 
 def _own_rendezvous(config: Config, flags: Flags, port: int) -> Flags:
-    """Return the flag for the port at which the server's own processes meet, if network.ports bounds it.
+    """Return the flag for the port where the server's own processes meet, if network.ports bounds it.
 
-    SGLang would take a free one of the kernel's. `port` is that of the server.
+    SGLang would take a free one of the kernel's. `port` is the server's.
     """
     others = [each for each in config.network.port_range if each != port]
     if not others or "nccl-port" in flags:

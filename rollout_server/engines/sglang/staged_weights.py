@@ -1,7 +1,7 @@
 """Weights that an SGLang server receives while it generates, and their swap for those in use, which needs a pause.
 
 SGLang's model loads them itself, into a copy of its tree of modules that has parameters of its own: names, fused layers
-and the parts of a tensor-parallel rank are those of every other update. `swap` is a custom weight loader of SGLang, its
+and the parts of a tensor-parallel rank are as in every other update. `swap` is a custom weight loader of SGLang, its
 public hook for code in the process that owns the model.
 
 The parameters of the copy are NaN before each push. What holds a NaN after it was not loaded and is not swapped, so the
@@ -20,7 +20,7 @@ from async_rl.weights.parcels import holds_nan
 
 
 class StagedWeights:
-    """A second set of the weights of one model, in which a push is loaded part by part."""
+    """A second set of the weights of one model; a push is loaded into it part by part."""
 
     def __init__(self) -> None:
         self._copy: Any = None

@@ -22,7 +22,7 @@ BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
 SWAP = "rollout_server.engines.sglang.staged_weights.swap"
 """The custom weight loader of the server that puts staged weights in use."""
 _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
-"""The form in which SGLang takes tensors, here none."""
+"""An empty list of tensors, in SGLang's form."""
 
 
 class StagingSGLangAdmin(SGLangAdmin):

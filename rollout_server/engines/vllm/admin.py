@@ -149,7 +149,7 @@ class VLLMAdmin:
 
 
 def share_bucket(bucket: Bucket) -> dict[str, Any]:
-    """Return the handle by which one server maps the bucket's memory, as torch.multiprocessing makes it, but in JSON.
+    """Return the handle with which one server maps the bucket's memory, as torch.multiprocessing makes it, but in JSON.
 
     Call it once for each server: torch counts who maps the memory.
     """

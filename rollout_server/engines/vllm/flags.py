@@ -21,7 +21,7 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int, seed: int) -> Flags:
-    """Return vLLM's flags {name: value} without the port; those of rollout.server_args take precedence.
+    """Return vLLM's flags {name: value} without the port; rollout.server_args take precedence.
 
     `model` is the text part of the model's transformers config.
     """

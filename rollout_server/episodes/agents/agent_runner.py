@@ -56,7 +56,7 @@ class AgentRunner:
         self._playing = playing
 
     async def run(self, question: Question, open_session: Callable[[], Session]) -> Episode:
-        """Return the episode in which the agent worked on a question; if it fails, play once more with a fresh session.
+        """Return the episode of the agent's work on a question; if it fails, play once more with a fresh session.
 
         Raises:
             AsyncRLError: the engine failed, or the process of the agent can't start.

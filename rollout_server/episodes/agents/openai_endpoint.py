@@ -62,7 +62,7 @@ class OpenSession:
     num_running: int = 0
     """The number of requests that run, or wait for a place."""
     idle_since_s: float = 0.0
-    """The time of the event loop at which the last request ended."""
+    """The time of the event loop when the last request ended."""
     over: EpisodeOver | None = None
     """The first refusal of a request because no turn or no room was left."""
     refused: RequestRefusedError | None = None

@@ -113,7 +113,7 @@ def _is_call(text: str) -> bool:
 
 
 def format_of(template: str) -> str:
-    """Return the name of the format in which a chat template writes calls; "" if it is none of these."""
+    """Return the name of the format that a chat template uses for calls; "" if it is none of these."""
     if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
         return "hermes"
     return "llama3" if "ipython" in template and '"parameters"' in template else ""

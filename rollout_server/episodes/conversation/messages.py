@@ -117,7 +117,7 @@ def _tool_call(call: Any, position: int) -> ToolCall:
 
 
 def tools_text(tools: Sequence[Schema]) -> str:
-    """Return the descriptions of tools as short JSON text, in which equal ones are equal."""
+    """Return the descriptions of tools as short JSON text, the same text for equal descriptions."""
     return json.dumps(list(tools), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 

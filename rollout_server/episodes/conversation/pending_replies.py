@@ -1,4 +1,5 @@
-"""The replies of a session that no caller has received yet: a request may get one whose own caller has gone.
+"""The replies of a session that no caller has received yet: a request may get the reply of an earlier caller that has
+gone.
 
 A reply is received at most once, and only what was received is trained.
 """

@@ -204,7 +204,8 @@ class TurnRenderer:
     def _text_around_messages(self) -> str:
         """Return what the template writes around messages of each role, where it knows the role.
 
-        It does not open a reply, because some templates begin the model's thinking there, of which a prompt may speak.
+        It does not open a reply, because some templates begin the model's thinking there, and a prompt may quote that
+        text.
         """
         made_up = Message(role="assistant", content=_REPLY)
         result = Message(role="tool", content=_PROBE, tool_call_id="call00000", name="f")
@@ -253,7 +254,8 @@ class TurnRenderer:
 
 
 def _num_characters(messages: Sequence[Message]) -> int:
-    """Return a length that the text of the messages certainly has; of one without content, that of its line's end."""
+    """Return a length that the text of the messages certainly has; a message without content still has its line's
+    end."""
     calls = (call for message in messages for call in message.get("tool_calls", ()))
     length = sum(1 + len(message["content"]) for message in messages)
     return length + sum(len(call["function"]["arguments"]) for call in calls)

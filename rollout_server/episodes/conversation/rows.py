@@ -110,8 +110,8 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
 
 
 def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
-    """Yield the token versions of each node. Rendered tokens have that of the sampled token before them or, at the
-    start, of the first sampled token.
+    """Yield the token versions of each node. Rendered tokens have the version of the sampled token before them or, at
+    the start, of the first sampled token.
     """
     first = path[1].sampled
     assert first is not None, "a reply follows each context"

@@ -103,7 +103,7 @@ class Session:
         self._known_replies: dict[bytes, Node] = {}
         """By the digest of the conversation up to and including the reply."""
         self._replies: list[Node] = []
-        """In the order in which they ended, also those that nobody has received."""
+        """In the order of their ends, also the ones that nobody has received."""
         self._received: set[Node] = set()
         self._pending: PendingReplies[Reply] = PendingReplies()
         self._running: set[asyncio.Task[Reply]] = set()
@@ -215,8 +215,9 @@ class Session:
     async def _free_reply(self, key: RequestKey, is_retry: bool) -> PendingReply[Reply] | None:
         """Return a reply to an equal request whose caller has gone; None if there is none.
 
-        A retry waits for the replies whose callers are still there, one of which may be its own earlier one: the end of
-        a connection can be noticed late. This wait ends with the sampling, whose time is limited, and with `close`.
+        A retry waits for the replies whose callers are still there. One caller may be its own earlier request, because
+        the end of a connection can be noticed late. This wait ends with the sampling, whose time is limited, and with
+        `close`.
         """
         while (pending := self._pending.take(key)) is None and is_retry:
             if not await self._pending.wait(key):

@@ -48,7 +48,7 @@ class OpenEnv:
         return {self._action_field: reply["content"]}
 
     def shown(self, observation: Mapping[str, Any]) -> str:
-        """Return the text by which the model sees an observation: one field of it, or all as JSON."""
+        """Return an observation as text for the model: one field of it, or all as JSON."""
         if self._observation_field:
             return str(observation[self._observation_field])
         return json.dumps(observation)

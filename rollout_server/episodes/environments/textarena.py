@@ -81,7 +81,7 @@ class TextArena:
         return user("\n".join(text for speaker, text, _ in seen if speaker == textarena.GAME_ID))
 
     def _with_own_random(self, function: Callable[[], Result]) -> Result:
-        """Return function(), called with Python's global random numbers in the state in which this game left them.
+        """Return function(), called with Python's global random numbers in the state that this game left them in.
 
         Raises:
             TimeoutError: another game has not returned for LOCK_S.

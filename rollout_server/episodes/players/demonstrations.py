@@ -61,7 +61,7 @@ class Demonstrator:
     They are played with the environment, the agent or the tools of the task, as in training.
 
     Args:
-        tokenizer: that of sft.base.
+        tokenizer: the tokenizer of sft.base.
 
     Raises:
         ConfigError: the environment, the agent, a tool, the questions or the oracle can't be loaded, or the chat

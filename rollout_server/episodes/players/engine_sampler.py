@@ -38,7 +38,7 @@ class GroupSampler:
 
     Args:
         generate: has the engine answer a request.
-        request: the group's request, of which each reply takes all but the prompt's tokens, n and max_tokens.
+        request: the group's request. Each reply takes all of it but the prompt's tokens, n and max_tokens.
     """
 
     def __init__(self, generate: GenerateReplies, request: GenerationRequest) -> None:

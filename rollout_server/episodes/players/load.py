@@ -22,7 +22,7 @@ _METHODS = ("start", "step", "close")
 MakeEnv = Callable[[Question | None, int, int], Env]
 """Takes (question, index, seed) and returns a fresh environment.
 
-The question is that of the task, None if the run has only an environment. All episodes of a group have the same
+The question is the task's, None if the run has only an environment. All episodes of a group have the same
 question and index. Each has another seed. Held-out episodes have the indices -1, -2, ...
 """
 
@@ -31,7 +31,7 @@ def load_env(name: str, params: Mapping[str, Any] | None, has_questions: bool) -
     """Return the function that makes environments of the class `name`.
 
     Args:
-        params: task.params, the other arguments of the class. None: with task.name they are those of the task, and the
+        params: task.params, the other arguments of the class. None: with task.name they belong to the task, and the
             class gets none.
         has_questions: whether the run has a task that the environment may ask the questions of.
 

@@ -22,7 +22,7 @@ PREFIX = "mcp:"
 START_S = 60.0
 """How long a server may take to start, or to answer the first request."""
 PING_S = 5.0
-"""How long a server may take to answer a ping, by which a session is checked after an error."""
+"""How long a server may take to answer a ping, which checks a session after an error."""
 END_S = 5.0
 """How long the end of a session may take."""
 
@@ -34,7 +34,7 @@ class McpToolError(Exception):
 
 
 class McpServer:
-    """One MCP server, and the session in which all episodes of this process call its tools.
+    """One MCP server, with one session for the tool calls of all episodes of this process.
 
     The session begins with the first call, and again with the next call after the server has ended.
 

@@ -71,7 +71,7 @@ def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
     address or command of an MCP server, which is asked for its tools here; all episodes share its state.
 
     Raises:
-        ConfigError: a name can't be imported, what it names can't be created or described to the model, an MCP server
+        ConfigError: a name can't be imported, its object can't be created or described to the model, an MCP server
             can't be used, or two tools have one name.
     """
     makers = [_maker(name) for name in names]

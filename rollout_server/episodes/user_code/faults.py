@@ -18,10 +18,10 @@ MAX_TRACEBACK_CHARACTERS = 8_000
 
 _OUTSIDE = (OSError, MemoryError, ImportError, NameError, SyntaxError, asyncio.CancelledError)
 _OUTSIDE_NAMES = {"AsyncRLError", "APIConnectionError", "TransportError", "ClientConnectionError"}
-"""Classes that are not OSErrors: of this project, and those of lost connections of openai, httpx and aiohttp. They are
+"""Classes that are not OSErrors: this project's, and the lost connections of openai, httpx and aiohttp. They are
 known by their names, because an agent's environment may have any version of them, or none."""
 _OUTSIDE_STATUSES = (401, 403, 408, 429)
-"""Answers of a server, besides 500 and up, that say nothing about what it was asked."""
+"""Answers of a server, besides 500 and up, that say nothing about the request itself."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -1,6 +1,6 @@
 """Turns the tests of a question, in one of verl's schemas, into programs to run and outcomes to expect.
 
-    {inputs: [text, ...], outputs: [text, ...]}                   a program: what it prints for each input
+    {inputs: [text, ...], outputs: [text, ...]}                   a program: its output for each input
     {fn_name: name, inputs: [lines of JSON, ...], outputs: [JSON, ...]}   a function, or the method of `Solution`
     {assert_case: [code, ...]}                                    asserts, each appended to the answer
 
@@ -91,7 +91,7 @@ def _listed(tests: Mapping[str, Any], key: str) -> Any:
     """Return what tests have by a key, which is an empty text in a column that a question does not use.
 
     Raises:
-        ValueError: it is one text, of which every letter would be a case.
+        ValueError: it is one text, so that every letter would be a case.
     """
     listed = tests.get(key)
     if isinstance(listed, str) and listed:
@@ -142,7 +142,7 @@ def _is_expected(value: Any, expected: Any) -> bool:
 
 
 def _with_numbers(value: Any) -> Any:
-    """Return a value in which each mapping whose keys are all whole numbers in text has them as numbers."""
+    """Return a value with numbers as keys in each mapping whose keys are all whole numbers in text."""
     if isinstance(value, list):
         return [_with_numbers(each) for each in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The reward `code`: runs the program in an answer against the tests of its question, in a sandbox.
 
-A program that fails, hangs, or does what it must not costs its own answer the reward, and nothing else. If the sandbox
-itself dies, there is no verdict.
+A program that fails, hangs, or does something forbidden costs its own answer the reward, and nothing else. If the
+sandbox itself dies, there is no verdict.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _provided() -> dict[str, str]:
 
 
 PROVIDED = _provided()
-"""[name] the import that gives a program this name, as verl's checker does. A program gets only what it uses, because
-all of it takes longer than Python takes to start."""
+"""[name] the import that gives a program this name, as verl's checker does. A program gets only the imports that it
+uses, because all of them take longer than Python takes to start."""
 _NOT_MAIN = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 _BLOCK = re.compile(
@@ -75,9 +75,9 @@ class CodeSettings:
     processes: PositiveInt = 16
     """Processes and threads that a program may have. Each may use `memory_bytes`."""
     python: PathText = ""
-    """The Python that runs the programs. Empty: the one of the run. Programs can import what it has installed."""
+    """The Python that runs the programs. Empty: the one of the run. Programs can import its packages."""
     wrap: str = ""
-    """The program that is run, in which {answer} stands for the whole answer. Empty: the last block of code is run."""
+    """The program that is run; {answer} in it stands for the whole answer. Empty: the last block of code is run."""
     command: list[str] = field(default_factory=list)
     """For other languages: the command that runs a file, such as [node] or [bash]."""
     languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
@@ -95,7 +95,7 @@ class Sandbox(Protocol):
     """Runs programs: Bubblewrap, or a Service."""
 
     def open(self, setup: str) -> AbstractContextManager[RunProgram]:
-        """Open a sandbox for one answer, in which a trusted program may run before."""
+        """Open a sandbox for one answer; a trusted program may run in it before."""
 
     def check(self) -> None:
         """Check that programs can run. ConfigError: they can't."""
@@ -158,9 +158,9 @@ def imports(texts: Iterable[str]) -> list[str]:
 def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
     """Return what runs: the answer, and after it the code of the case.
 
-    Python gets the imports that verl's checker has before an answer, and before them those of __future__ that the
-    answer has, because nothing may stand before these. With a case that calls a function, a main guard
-    of the answer does not run.
+    Python gets the imports that verl's checker has before an answer, and before them the answer's imports of
+    __future__, because nothing may stand before these. With a case that calls a function, a main guard of the answer
+    does not run.
     """
     if not settings.is_python:
         return program

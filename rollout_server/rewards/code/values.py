@@ -40,7 +40,7 @@ nothing that starts slowly. The answer before it may have given the names of bui
 MOST_COLLISIONS = 100
 """The most members of a set or dictionary with one hash; to make one takes time that grows as the square of it."""
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
-"""The tolerances for numbers with a fraction that a program prints: those of verl's checker."""
+"""The tolerances for numbers with a fraction that a program prints, as in verl's checker."""
 
 
 class Items(tuple[Any, ...]):

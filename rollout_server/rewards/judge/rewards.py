@@ -1,6 +1,6 @@
 """The rewards judge, judge_pairwise and judge_listwise: a language model that scores, compares or ranks answers.
 
-An answer on which the judge gives no readable verdict has none, and is never trained on as if it were wrong.
+An answer without a readable verdict of the judge has no verdict, and is never trained on as if it were wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AskingSettings:
     prompt: str = ""
     """The prompt. {question} and {reference}, the right answer, are replaced; other braces stay. Empty: a plain one."""
     system: str = ""
-    """The system message before it, in which nothing is replaced."""
+    """The system message before it. Nothing is replaced in it."""
     max_tokens: PositiveInt = 1024
     """The longest reply of the judge, with its thoughts."""
     temperature: NonNegativeFloat = 0.0
@@ -193,7 +193,7 @@ class Judge:
 
 
 def pairs_of(size: int, opponents: int) -> list[tuple[int, int]]:
-    """Return the pairs in which `size` answers are compared, so that each meets at least `opponents` others; 0: all."""
+    """Return the pairs of a comparison of `size` answers, so that each meets at least `opponents` others; 0: all."""
     if not opponents or opponents >= size - 1:
         return list(itertools.combinations(range(size), 2))
     distances = range(1, -(-opponents // 2) + 1)

@@ -40,7 +40,7 @@ def allow_low_temperatures() -> None:
 def exit_without_engine(server: object, engine: Any) -> None:
     """End this process, and so the whole server, if the process that runs the model has died; vLLM calls it regularly.
 
-    vLLM itself then waits until all requests have ended, of which some never do: those of a push that was going on.
+    vLLM itself then waits until all requests have ended. The requests of an unfinished push never do.
     """
     if engine.errored and not engine.is_running:
         os._exit(1)

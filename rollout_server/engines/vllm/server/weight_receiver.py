@@ -47,7 +47,7 @@ class GroupInfo(WeightTransferInitInfo):
     backend: str
     timeout_s: float
     torch_limit_s: float
-    """The limit at which NCCL ends this process; the learner aborts a group that hangs before that."""
+    """NCCL ends this process after so long; the learner aborts a group that hangs before that."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ def test_a_server_holds_the_learners_weights_after_each_push(
             reports.append(publisher.push(pushed, version, erases=version == 1))
             if parcels is None:
                 whole = {name: tensor.cpu() for name, tensor in full_parameters(updater.policy, dtype)}
-                admin: Any = publisher.admin("rollout/0")
+                admin: Any = publisher.members.admin("rollout/0")
                 assert admin.weight_sums() == expected_sums("sglang", whole, dtype)
             check_agreement(f"{form} by {transport}", updater, generated(server, config), note)
         publisher.close()

@@ -222,9 +222,8 @@ def report(command: str, config: Config, rounds: Sequence[Round], episodes: int)
 Command: `{command}`, {machine_text()}.
 
 {rollout.max_groups_in_flight} groups of {rollout.group_size} episodes at once on SGLang with an untrained tiny model,
-tools with
-lognormal times (mean {MEAN_S:g} s, cv {CV:g}). The schedule has the same tools' times, and the engine's times for the
-same requests from a bare client.
+tools with lognormal times (mean {MEAN_S:g} s, cv {CV:g}). The schedule has the same tools' times, and the engine's
+times for the same requests from a bare client.
 
 {Table(header, rows).markdown()}
 Median ratio to the schedule: {statistics.median(each.ratio for each in rounds):.3f}."""

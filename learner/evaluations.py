@@ -171,7 +171,6 @@ class EvalSchedule:
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(
                 f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.batch_s) for the held-out "
-                f"evaluation before it, which has not ended. Make eval.num_prompts smaller or eval.every_steps "
-                f"larger, or "
-                "unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, watch.action"
+                "evaluation before it, which has not ended. Make eval.num_prompts smaller or eval.every_steps larger, "
+                "or unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, watch.action"
             )

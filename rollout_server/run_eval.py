@@ -53,14 +53,15 @@ class Evaluation:
         Args:
             version: the policy version that the engine serves.
             beside_training: keep at most rollout.max_groups_in_flight prompts in flight, because all at once would
-            delay the
-                groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
+                delay the groups that the learner waits for. With eval.pin_version the next push waits, so there is no
+                limit.
             part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
                 reduced together, are the whole's metrics.
         """
-        is_limited = beside_training and not self._config.eval.pin_version
-        places = asyncio.Semaphore(self._config.rollout.max_groups_in_flight if is_limited else max(1,
-            self._config.eval.num_prompts))
+        config = self._config
+        is_limited = beside_training and not config.eval.pin_version
+        most = config.rollout.max_groups_in_flight if is_limited else max(1, config.eval.num_prompts)
+        places = asyncio.Semaphore(most)
         with self._stats.evaluating():
             held_out = await asyncio.to_thread(self._task.eval_prompts)
             prompts = held_out[part[0] :: part[1]]

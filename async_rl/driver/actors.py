@@ -240,8 +240,8 @@ class LearnerActor:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
         """
         config = located(self._config)
-        share = config.rollout.gpu_memory_utilization * servers_per_gpu(host_demands(config,
-            gpus_there))  # see resolve_placement
+        servers = servers_per_gpu(host_demands(config, gpus_there))
+        share = config.rollout.gpu_memory_utilization * servers  # which resolve_placement has divided
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, gpu_memory_utilization=share))
         plan = plan_memory(config, gpus_there, rank_bytes)
         if server_bytes:

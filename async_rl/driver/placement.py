@@ -145,8 +145,8 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
     """
     parts = reservation.bundles
     if (servers := servers_per_gpu(parts)) > 1:
-        config = replace(config, rollout=replace(config.rollout,
-            gpu_memory_utilization=config.rollout.gpu_memory_utilization / servers))
+        share = config.rollout.gpu_memory_utilization / servers
+        config = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=share))
     check_compact_type(config.weight_sync, config.model, "cuda" if any(_shares(parts)) else "cpu")
     if config.weight_sync.transport == "auto":
         working = _working_transports(config, parts)

@@ -79,7 +79,7 @@ class CudaIpcTransport(BucketTransport):
         _, error = self._send_and_gather(staged, version)
         self._signals.report(error)
 
-    def end_push(self, is_served: bool) -> None:
+    def end_push(self, served: int | None) -> None:
         if self._signals is not None:
             self._signals.end()
 

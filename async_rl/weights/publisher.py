@@ -11,9 +11,8 @@ States on rank 0 (`PushState`):
 
     gathering   The servers generate with the old weights. The transport connects to exactly the current members, and
                 gathers the first tensors or stages all of them.
-    sending     The servers are paused and receive the weights. With weight_sync.double_buffer they receive first, next
-    to
-                the weights in use, and are paused then.
+    sending     The servers are paused and receive the weights. With weight_sync.double_buffer they first receive them
+                next to the weights in use, and are paused then.
     verifying   Each server has loaded the new weights and is still paused. The first push checks that every weight has
                 arrived. Then the servers resume.
     serving     Every member serves the version.
@@ -152,7 +151,7 @@ class WeightPublisher:
             return PushReport()
         finally:
             if self.rank == 0:
-                self.transport.end_push(self.state is PushState.SERVING)
+                self.transport.end_push(version if self.state is PushState.SERVING else None)
             deque(tensors, maxlen=0)  # every rank gathers to the end; a loop would hold on to the last tensor
             if self.rank > 0:
                 self._memory.free(LEFT_BY_GATHERING)

@@ -62,11 +62,11 @@ class Transport(ABC):
     ) -> None:
         """Take part in a push on another rank than 0. The publisher gathers the tensors that this leaves."""
 
-    def end_push(self, is_served: bool) -> None:  # noqa: B027 - in most transports only rank 0 sends
+    def end_push(self, served: int | None) -> None:  # noqa: B027 - in most transports only rank 0 sends
         """End a push on rank 0, also a failed one: release other ranks that wait in `help`.
 
         Args:
-            is_served: whether all members serve the version.
+            served: the version that all members serve now; None: the push failed.
         """
 
     def give_up(self, is_sending: bool) -> tuple[str, ...]:

@@ -171,35 +171,31 @@ class MemoryPlan:
     def check_servers(self) -> None:
         """Check that each server has memory for its weights and one answer, or in its turn for its share."""
         rollout, left, total = self.config.rollout, self.total - self.server_room, _size(self.total)
+        asked = f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization}"
         if not self.on_gpu:
             return
         if self.staged and left < self.staged + self.extra:
             raise ConfigError(
                 f"weight_sync.double_buffer device needs {_size(self.staged)} of a server's GPU once more, and "
-                f"activations "
-                f"{_size(self.extra)}; rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} leaves "
-                f"{_size(left)} of {total}. "
-                "Lower it, or set weight_sync.double_buffer: host"
+                f"activations {_size(self.extra)}; {asked} leaves {_size(left)} of {total}. Lower it, or set "
+                "weight_sync.double_buffer: host"
             )
         if rollout.server_url:
             return
         least, share = self.weights + self.config.longest_tokens * self.kv_token, _size(self.server_room)
         if self.server_room < least:
             raise ConfigError(
-                f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} gives a server {share} of a GPU "
-                f"with {total}: too little "
-                f"for its weights and one answer, {_size(least)}. Raise it, or placement.rollout.tp"
+                f"{asked} gives a server {share} of a GPU with {total}: too little for its weights and one answer, "
+                f"{_size(least)}. Raise it, or placement.rollout.tp"
             )
         kept = self.estimate.kept()
         if self.config.shares_gpus and left < self.extra + kept:
             fits = max(0, int(100 * (self.total - self.extra - kept) / self.total)) / 100
             raise ConfigError(
-                f"memory: in its turn a server has rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} of "
-                f"a GPU with {total}, "
-                f"{share}, and {_size(self.extra)} for activations; the learner keeps {_size(kept)} there: together "
-                f"more than the GPU has. Set rollout.gpu_memory_utilization to {fits} or less, learner.offload: "
-                f"moments or all, "
-                "or more learner ranks"
+                f"memory: in its turn a server has {asked} of a GPU with {total}, {share}, and {_size(self.extra)} "
+                f"for activations; the learner keeps {_size(kept)} there: together more than the GPU has. Set "
+                f"rollout.gpu_memory_utilization to {fits} or less, learner.offload: moments or all, or more learner "
+                "ranks"
             )
 
     def table(self) -> list[str]:

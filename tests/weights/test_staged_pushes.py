@@ -67,8 +67,8 @@ class NotingTransport(PausingTransport):
     def connect(self) -> None:
         self.calls.append("connect")
 
-    def end_push(self, is_served: bool) -> None:
-        self.calls.append("end" if is_served else "failed")
+    def end_push(self, served: int | None) -> None:
+        self.calls.append("failed" if served is None else "end")
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ def why_refused(config: Config) -> str:
     if config.weight_sync.double_buffer != "none" and packed:
         return (
             f"it can't stage weights (weight_sync.double_buffer) with {', '.join(sorted(packed))} in "
-            f"rollout.server_args: "
-            "only one model with unpacked weights has a second set of them"
+            "rollout.server_args: only one model with unpacked weights has a second set of them"
         )
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,15 +36,9 @@ class KillSettings:
 class KillingTransport(BroadcastTransport):
     """Kills the process that listens at the victim's URL."""
 
-    _version = 0
-
-    def send(self, staged: Iterator[Bucket], version: int) -> int:
-        self._version = version
-        return super().send(staged, version)
-
-    def end_push(self, is_served: bool) -> None:
-        super().end_push(is_served)
-        if is_served and (self.settings.moment, self.settings.version) == ("between", self._version):
+    def end_push(self, served: int | None) -> None:
+        super().end_push(served)
+        if (self.settings.moment, self.settings.version) == ("between", served):
             self._kill()
             deadline = time.monotonic() + NOTICED_S
             while f"{VICTIM}: the prompts of its" not in Path(self.settings.log).read_text():

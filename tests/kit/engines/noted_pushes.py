@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 from async_rl.seams import TransportEntry
 from async_rl.weights.broadcast import BroadcastTransport
 from async_rl.weights.parcels import checksum
-from async_rl.weights.server_admin import Bucket
 
 GLOO = "tests.kit.engines.noted_pushes:NOTED_GLOO"
 """A value of weight_sync.transport: gloo, with notes in the run directory."""
@@ -34,18 +33,12 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 class NotingTransport(BroadcastTransport):
     """Asks every server for the checksums of its weights after each push."""
 
-    _version = 0
-
-    def send(self, staged: Iterator[Bucket], version: int) -> int:
-        self._version = version
-        return super().send(staged, version)
-
-    def end_push(self, is_served: bool) -> None:
-        super().end_push(is_served)
-        if is_served:
+    def end_push(self, served: int | None) -> None:
+        super().end_push(served)
+        if served is not None:
             sums = {name: self._sums(name) for name in self.members.names}
             with (self.config.run_dir / NOTES).open("a") as file:
-                file.write(json.dumps({"version": self._version, "sums": sums}) + "\n")
+                file.write(json.dumps({"version": served, "sums": sums}) + "\n")
 
     def _sums(self, name: str) -> dict[str, str]:
         admin: Any = self.members.admin(name)

@@ -178,18 +178,17 @@ def test_a_call_may_take_as_long_as_the_patience_and_the_rate_need() -> None:
 def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None:
     judge = judged_by("http://h/v1", "judge_pairwise", timeout_s=5.0, concurrency=100, requests_per_minute=600.0)
 
-    def limits(**evaluation: int) -> tuple[float, int]:
+    def limits(num_prompts: int, samples: int) -> tuple[float, int]:
+        evaluation = {"num_prompts": num_prompts, "samples_per_prompt": samples}
         config = changed(judge, rollout={"group_size": 4}, eval=evaluation)
         (named,) = open_rewards(config, None)  # type: ignore[arg-type]
         return named.timeout_s, named.concurrency
 
-    assert limits(num_prompts=0, samples_per_prompt=16) == limits(num_prompts=2,
-        samples_per_prompt=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
-    assert limits(num_prompts=8, samples_per_prompt=16) == limits(num_prompts=99,
-        samples_per_prompt=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
-    assert limits(num_prompts=2, samples_per_prompt=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
+    assert limits(0, samples=16) == limits(2, samples=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
+    assert limits(8, samples=16) == limits(99, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
+    assert limits(2, samples=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
     with pytest.raises(ConfigError, match=r"^timeouts\.batch_s .*78944"):
-        limits(num_prompts=8, samples_per_prompt=256)
+        limits(8, samples=256)
 
 
 def test_a_gold_judge_that_compares_has_places_for_the_answers_of_an_evaluation() -> None:
@@ -219,9 +218,8 @@ def test_a_judge_that_compares_needs_several_answers_in_an_evaluation(reward: st
     alone = changed(config, eval={"num_prompts": 2, "samples_per_prompt": 1})
     with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*eval\.samples_per_prompt"):
         open_rewards(alone, task)
-    for taken in (changed(config, eval={"num_prompts": 2, "samples_per_prompt": 2}), changed(config,
-        eval={"num_prompts": 0})):
-        open_rewards(taken, task)
+    for enough in ({"num_prompts": 2, "samples_per_prompt": 2}, {"num_prompts": 0}):
+        open_rewards(changed(config, eval=enough), task)
     open_rewards(alone, nothing)
     logged = of({"reward": reward, "weight": 0}, {"reward": "gsm8k"}, judge={"urls": ("http://127.0.0.1:9/v1",)})
     open_rewards(changed(logged, eval={"num_prompts": 2, "samples_per_prompt": 1}), task)

@@ -241,7 +241,7 @@ class Learner:
             Metric("push/pause_s", report.pause_s),
             *([Metric("push/changed_share", report.changed_share)] if self.config.weight_sync.delta else []),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._weights.servers),
-            *([Metric("push/lost_servers", float(len(lost)), "sum")] if lost else []),
+            *([Metric("push/lost_servers", float(sum(len(each.servers) for each in lost)), "sum")] if lost else []),
             *([Metric("push/repeats", float(report.num_repeats), "sum")] if report.num_repeats else []),
         ]
         return [*lost]

@@ -62,7 +62,7 @@ class BroadcastTransport(BucketTransport):
         """The members with which `group` was made. The group is used only while they are exactly the current ones."""
 
     def connect(self) -> None:
-        if self.rank != 0 or (self.group is not None and {*self._joined} == {*self.members.current}):
+        if self.group is not None and {*self._joined} == {*self.members.current}:
             return
         self._leave()
         if not self.members:
@@ -227,7 +227,11 @@ def tell_to_abort(store: Store, group_name: str) -> None:
 
 
 def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) -> None:
-    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended."""
+    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended.
+
+    Gloo notices a dead member, NCCL on one host does not: a kernel waits for the dead peer for ever. Leaving the group
+    is no way out, because `destroy_process_group` waits for the kernel.
+    """
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)  # of its own: others wait for its answers
 
     def wait_and_abort() -> None:
@@ -259,6 +263,12 @@ class Announcement:
 
 class BucketAnnouncer:
     """The learner's half, for one server: announces buckets and waits for the receipts of the server's ranks.
+
+        learner   announces a bucket: names, types, shapes   ->  each rank of the server, in a thread
+        learner   broadcasts its bytes in the push's group   ->  the same thread, which keeps them next to the weights
+        learner   waits for the receipts                     <-  "", or why the bucket was not received
+
+    So a server receives while it generates: SGLang's own endpoints for weights wait until no request runs.
 
     Args:
         host, port: where the learner serves the store of the group.

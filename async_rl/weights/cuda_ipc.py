@@ -7,8 +7,8 @@ Barriers between the ranks in a push:
 
     rank 0                          other ranks
     ------------------------------  ------------------------------------------------
-    FreedMemory.begin_push          FreedMemory.begin_push: free what the step left
-    pause all servers               gather a first bucket
+    gather a first bucket           gather a first bucket; both have freed what the step left
+    pause all servers
     await_others(LEFT_BY_STEP)
     the servers' weights come back
     RankSignals.begin(members)  ->  wait_for_begin
@@ -16,6 +16,7 @@ Barriers between the ranks in a push:
     reports                     <-  report(error)
     await_others(LEFT_BY_GATHERING) <- free(LEFT_BY_GATHERING), once all weights are gathered
     the KV caches come back
+    end_push: RankSignals.end       after a failure it frees ranks that still wait for the begin
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ class DiskTransport(Transport):
         self.folder = (config.run_dir / "weights").resolve()
 
     def connect(self) -> None:
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> tuple[Path, int]:
         """Write all weights into the folder that no server has loaded last; return it and the number of bytes."""

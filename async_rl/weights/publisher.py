@@ -9,16 +9,17 @@ States on rank 0 (`PushState`):
                           v  │                        v                        v
                           lost <──────────────────────┴────────────────────────┘
 
-    gathering   The servers generate with the old weights. The transport connects to exactly the current members, and
+    gathering   The servers generate with the old weights, unless a failed attempt has paused them or they have released
+                their memory. The transport connects to exactly the current members, and
                 gathers the first tensors or stages all of them.
     sending     The servers are paused and receive the weights. With weight_sync.double_buffer they first receive them
                 next to the weights in use, and are paused then.
     verifying   Each server has loaded the new weights and is still paused. The first push checks that every weight has
                 arrived. Then the servers resume.
     serving     Every member serves the version.
-    lost        An attempt failed. Members that died or hang are removed. The others have ended the update; those that
-                were paused stay paused. The report asks for a push with the members that are left, or an error is
-                raised. No server ever samples from half-loaded weights.
+    lost        An attempt failed. Either an error is raised, or members that died or hang are removed, the others have
+                ended an update that had begun, and the report asks for another push. Servers that were paused stay
+                paused: no server ever samples from half-loaded weights.
 """
 
 from __future__ import annotations
@@ -113,7 +114,12 @@ class WeightPublisher:
         """Whether the push was repeated already because it broke while every server answered."""
 
     def connect(self) -> PushReport:
-        """Connect to the servers before the first push. If servers died, they are removed and reported as by `push`."""
+        """Connect to the servers before the first push. If servers died, they are removed and reported as by `push`.
+
+        Does nothing on other ranks than 0.
+        """
+        if self.rank > 0:
+            return PushReport()
         self.members.apply_reports()
         self.state = PushState.GATHERING
         try:

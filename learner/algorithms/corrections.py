@@ -146,6 +146,9 @@ def step_scale(sum_of_weights: float, sum_of_squares: float, number: float) -> f
     """Return the share of the learning rate: sqrt(ESS / N) = sum w / sqrt(N sum w^2); 1 without any weight.
 
     It is 1 also if a weight is not a number: the step of such rows is skipped, and the other rows must keep their step.
+
+    Source: VCPO, arXiv 2602.17616. A weighted mean over N samples has the standard error of a mean over ESS samples, so
+    the batch gets the learning rate of ESS samples: with Adam lr * sqrt(ESS / N).
     """
     is_known = sum_of_squares > 0 and math.isfinite(sum_of_weights) and math.isfinite(sum_of_squares)
     return sum_of_weights / math.sqrt(number * sum_of_squares) if is_known else 1.0

@@ -173,6 +173,7 @@ def bradley_terry(
 ) -> Tensor:
     """Return sum_i w_i (-log sigmoid(r_i - r'_i - m_i) + centering (r_i + r'_i)^2), with gradient.
 
+    The Bradley-Terry model: answer i is preferred to answer j with probability sigmoid(r_i - r_j).
     A pair of a ranking of K answers has the weight 1 / (number of its pairs): so long rankings count no more than
     pairs. Sources: Ouyang et al. 2022, arXiv 2203.02155, section 3.5; the margin Touvron et al. 2023, arXiv 2307.09288,
     section 3.2.2; centering Eisenstein et al. 2023, arXiv 2312.09244.

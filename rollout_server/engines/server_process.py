@@ -223,7 +223,8 @@ _LOCK, _LIST = "lock", "shared-memory"
 def new_folder() -> tuple[Path, int]:
     """Make a folder for a server; returns it and an open file, which holds its lock as long as a process has it open.
 
-    The server must inherit the file.
+    The server must inherit the file. The kernel releases the lock when the server ends, however it ends. This works
+    across containers too, which see each other's files but not each other's processes.
     """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     unlocked = folder / "unlocked"

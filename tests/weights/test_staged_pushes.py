@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,11 +28,11 @@ BUCKET = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], data=torch.zeros(
 class RecordingServer:
     """Notes the calls that it gets; the server has loaded all that was erased."""
 
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append(name)
+        return lambda *arguments: self.note(name)
 
     def unloaded_weights(self) -> list[str]:
         return []
@@ -43,32 +43,55 @@ class RecordingServer:
 def test_a_staged_push_pauses_servers_only_to_swap(staging: str, erases: bool) -> None:
     """The states are those of the diagram in publisher.py."""
     calls: list[str] = []
+    states: dict[str, PushState] = {}
+
+    def note(call: str) -> None:
+        calls.append(call)
+        states[call] = publisher.state
+
     config = make_config(rollout={"engine": OBJECT_ENGINE}, weight_sync={"double_buffer": staging})
-    publisher = publisher_for(config, [url_of(RecordingServer(calls))], partial(NotingTransport, calls))
-    states: list[PushState] = []
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        calls.append("send")
-        states.append(publisher.state)
-        yield "w", torch.zeros(1)
-
-    publisher.push(named(), 1, erases=erases)
+    publisher = publisher_for(config, [url_of(RecordingServer(note))], partial(NotingTransport, note))
+    publisher.push(noted_tensors(note), 1, erases=erases)
     pause = ["pause", *(["erase_weights"] if erases else [])]
     begin = ["begin_update", "send"]
-    assert calls == ["connect", *(pause + begin if staging == "none" else begin + pause), "end_update", "resume", "end"]
-    assert (states, publisher.state) == ([PushState.SENDING], PushState.SERVING)
+    done = ["end_update", "resume", "served 1"]
+    assert calls == ["connect", *(pause + begin if staging == "none" else begin + pause), *done]
+    sending = dict.fromkeys([*pause, *begin, "end_update"], PushState.SENDING)
+    assert states == {
+        "connect": PushState.GATHERING, **sending, "resume": PushState.VERIFYING, "served 1": PushState.SERVING
+    }
+
+
+def test_a_push_that_an_error_breaks_off_after_a_good_one_serves_nothing() -> None:
+    calls: list[str] = []
+    config = make_config(rollout={"engine": OBJECT_ENGINE})
+    publisher = publisher_for(config, [url_of(RecordingServer(calls.append))], partial(NotingTransport, calls.append))
+    publisher.push(noted_tensors(calls.append), 1)
+
+    def stage(*_: Any) -> None:
+        raise ArithmeticError
+
+    publisher.transport.stage = stage  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError):
+        publisher.push(noted_tensors(calls.append), 2)
+    assert [call for call in calls if call in ("served 1", "served 2", "served None")] == ["served 1", "served None"]
+
+
+def noted_tensors(note: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
+    note("send")
+    yield "w", torch.zeros(1)
 
 
 class NotingTransport(PausingTransport):
-    def __init__(self, calls: list[str], *arguments: Any) -> None:
+    def __init__(self, note: Callable[[str], None], *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.calls = calls
+        self.note = note
 
     def connect(self) -> None:
-        self.calls.append("connect")
+        self.note("connect")
 
     def end_push(self, served: int | None) -> None:
-        self.calls.append("failed" if served is None else "end")
+        self.note(f"served {served}")
 
 
 @pytest.fixture

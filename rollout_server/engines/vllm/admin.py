@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
-from async_rl.weights.server_admin import Bucket
 from rollout_server.engines.http_json import ask
 
 if TYPE_CHECKING:

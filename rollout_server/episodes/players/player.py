@@ -209,6 +209,9 @@ def open_tool_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCa
 class SingleTurnPlayer:
     """Plays the episodes of one worker whose task has no turns.
 
+    All answers to a question are one request to the engine, without a session for each: sessions would take CPU from
+    the engine, and nothing follows the one reply.
+
     Args:
         generate: has the engine answer a request.
     """

@@ -212,7 +212,7 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
 
 
 def evaluation_config(model: str | Path, config: Configuration | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the Config that `evaluate` measures a model with; it has the arguments and errors of `evaluate`."""
+    """Return the Config for `evaluate`. It takes the same arguments and raises the same errors."""
     if config is None:
         config = run_dir_of_model(Path(os.path.abspath(model))) / "config.yaml"
         if not config.is_file():

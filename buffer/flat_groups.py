@@ -9,10 +9,10 @@ from buffer.stored_group import Arrival
 FLAT_BATCHES = 8
 """The fewest batches' worth of flat groups in a row that end a run."""
 MANY_GROUPS = 4096
-"""So many flat groups in a row, and at least FLAT_BATCHES batches' worth, end a run even if an epoch has more prompts;
-groups of different rewards need as many. The number is large because one group with a difference in reward shows that
-there is something to learn. Example: if one prompt of 200 gives such a group, a gap this long between two of them has a
-probability of exp(-20).
+"""So many flat groups in a row, and at least FLAT_BATCHES batches' worth, end a run even if an epoch has more prompts.
+If the reward changes from group to group, a run ends after no fewer, and not before an epoch of them. The number is
+large because one group with a difference in reward shows that there is something to learn. Example: if one prompt of
+200 gives such a group, a gap this long between two of them has a probability of exp(-20).
 """
 
 

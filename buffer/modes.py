@@ -1,10 +1,10 @@
 """The policies of the buffer, one class each: those for late groups, and exact mode. The proofs are in staleness.py.
 
-    policy   for                            a batch waits for running groups   what happens to a late group
-    Wait     staleness.on_late: wait           that would expire otherwise        there is none
-    Drop     staleness.on_late: drop           never                              dropped, its prompt is granted again
-    Mask     staleness.on_late: mask           never                              its tokens that are too old are masked
-    Exact    staleness.mode: exact          that have its batch number         there is none
+    policy   for                       a batch waits for running groups   what happens to a late group
+    Wait     staleness.on_late: wait   that would expire otherwise        there is none
+    Drop     staleness.on_late: drop   never                              dropped, its prompt is granted again
+    Mask     staleness.on_late: mask   never                              its tokens that are too old are masked
+    Exact    staleness.mode: exact     that have its batch number         there is none
 
 A policy keeps no state of its own: it reads the StoreState, and the Store does what the policy says.
 """

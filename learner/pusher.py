@@ -81,8 +81,8 @@ class Pusher:
     def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version`; return the report of the push and the reports of servers that died. Collective.
 
-        A push that failed is repeated. If servers died it is repeated without them, even if none is left: the driver
-        restarts them.
+        If servers died, the push is repeated without them, even if none is left: the driver restarts them. If the
+        report says `repeats`, it is repeated with the same servers.
 
         Args:
             batch: the first push after which a server lives is verified with a row of this batch. None: no push is

@@ -47,7 +47,7 @@ class Evaluation:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
         eval.num_prompts prompts get eval.samples_per_prompt answers each. If the reward of one fails, all answers to
-        its prompt count as reward 0, and in `eval/failed`. A prompt without a reward's verdict counts only in
+        its prompt count as reward 0, and in `eval/failed`. An answer without a reward's verdict counts only in
         `eval/no_verdict`.
 
         Args:

@@ -148,7 +148,7 @@ class AlgorithmConfig:
     old_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
     """Which policy the loss's ratio is taken against. recompute: the learner's own at the start of the step
     (decoupled), which takes a forward pass with several optimizer steps a batch and in some other cases. interpolate:
-    log-linear between behaviour and learner by version, without a forward pass. behaviour: the policy that sampled the
+    log-linear between behaviour and learner by version, without a forward pass. rollout: the policy that sampled the
     tokens (coupled)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over episodes,
@@ -192,7 +192,7 @@ class AlgorithmConfig:
 
     @property
     def steps_per_batch(self) -> int:
-        """The number of optimizer steps per batch: epochs * minibatches."""
+        """The number of optimizer steps per batch: epochs * num_minibatches."""
         return self.epochs * self.num_minibatches
 
     @property
@@ -259,7 +259,7 @@ class AlgorithmConfig:
         kind, normalised, m2po = self.correction.kind, self.correction.batch_normalised, self.correction.masks.m2po
         check(
             self.old_logprobs != "interpolate" or self.steps_per_batch > 1, "algorithm.old_logprobs", self.old_logprobs,
-            "recompute or behaviour with one optimizer step per batch",
+            "recompute or rollout with one optimizer step per batch",
             "The forward pass of that step gives the proximal logprobs: there is no other pass to save.",
         )
         check(
@@ -275,7 +275,7 @@ class AlgorithmConfig:
         check(
             self.old_logprobs != "interpolate" or not self.whitens_at_start, "algorithm.old_logprobs",
             self.old_logprobs,
-            "recompute or behaviour with whitened advantages of a critic or of algorithm.kl.kind k1_reward",
+            "recompute or rollout with whitened advantages of a critic or of algorithm.kl.kind k1_reward",
             "They are whitened before the first optimizer step, by a forward pass. Use recompute.",
         )
         check(

@@ -336,6 +336,6 @@ class EvalConfig:
 
     @property
     def pass_at(self) -> tuple[int, ...]:
-        """Each k for which pass@k is measured: 2, 4, 8, ... up to `samples`, and `samples`; () with one sample."""
+        """Each k for which pass@k is measured: 2, 4, 8, ... up to samples_per_prompt, and that; () with one."""
         powers = (2**i for i in range(1, self.samples_per_prompt.bit_length()))
         return tuple(sorted({*powers, self.samples_per_prompt} - {1}))

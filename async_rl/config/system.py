@@ -32,8 +32,8 @@ class RunConfig:
     steps: PositiveInt = 100
     """Learner steps (batches) to take in this run."""
     seconds: NonNegativeFloat = 0.0
-    """The run ends with the learner step after this many seconds since the first step; each resume begins to count
-    anew. 0: no limit."""
+    """The run ends after the learner step that reaches this many seconds since the first step; each resume begins to
+    count anew. 0: no limit."""
     resume: PathText = ""
     """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 

@@ -159,8 +159,8 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
     Demands that fewer hosts meet choose first, and each takes a host that meets few others.
 
     Raises:
-        ConfigError: the hosts can't meet the demands, and the message lists both; or, of several, only one could,
-            which Ray knows by a name or an IPv6 address, and its processes would listen there.
+        ConfigError: the hosts can't meet the demands; the message lists both. Or the run needs several hosts, and Ray
+            knows one that it needs by a name or an IPv6 address, where its processes would listen.
     """
     without_ipv4 = [
         host for host in hosts

@@ -82,7 +82,7 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
     """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
 
     The new names contain the number of the lineage that ends, so that each resume keeps its own files. The number is
-    the largest in any file's name, because the user may have deleted some files.
+    the largest that a file's name, a checkpoint or summary.json has, because the user may have deleted some of them.
     """
     run_dir, version, summary = config.run_dir, saved.version, config.run_dir / "summary.json"
     told = json.loads(summary.read_text()).get("resumes", 0) if summary.is_file() else 0

@@ -59,7 +59,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="time of a group that runs alone")
     seconds.add_argument("--load-s", type=float, help="time that each further group in flight adds to a group")
     seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
-    seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")
+    seconds.add_argument("--concurrency", type=int, help="rollout.max_groups_in_flight of all workers")
     seconds.add_argument("--prompts-per-step", type=int)
     seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.on_late")
 

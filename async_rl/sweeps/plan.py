@@ -120,7 +120,8 @@ def describe_plan(plan: Plan) -> str:
     if rules := rules_text(w):
         lines.append(f"Rules: {rules}.")
     header = (
-        bounds_title(plan.bounds), "step, s", "learner", "rollout", "staleness, mean", "groups in flight / concurrency",
+        bounds_title(plan.bounds), "step, s", "learner", "rollout", "staleness, mean",
+        "groups in flight / max_groups_in_flight",
     )  # fmt: skip
     rows = [
         [

@@ -64,7 +64,7 @@ class Setting:
 
 
 def worth_keys(rows: Iterable[Setting]) -> tuple[str, str]:
-    """Return the first way to tell what a step is worth that a row has: by accuracy, by reward, else INSTEAD."""
+    """Return the keys of what a step is worth: by accuracy if a row has it, else by reward, else INSTEAD."""
     has = {keys for row in rows for keys in (WORTH, WORTH_BY_REWARD) if row.has(keys[0])}
     return next((keys for keys in (WORTH, WORTH_BY_REWARD) if keys in has), INSTEAD)
 

@@ -67,8 +67,7 @@ class RunFiles:
         return self._config[1]
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of the configuration, or `default`: if it is missing, or should be a number.
-        """
+        """Return the value of a dotted key; `default` if there is none, or no number where a number belongs."""
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None

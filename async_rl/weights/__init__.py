@@ -11,7 +11,8 @@
     checkpoint_names.py  names and shapes of weights in model folders
 
 A version is served whole or not at all: servers are paused, receive every bucket, get the version's number with the
-last bucket, and only then continue. A push that fails leaves its servers paused and raises an error.
+last bucket, and only then continue. A push that fails is repeated or raises an error;
+paused servers stay paused until a push succeeds.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def _unpack(name: str, parcel: Tensor) -> tuple[dict[str, Any], Tensor]:
 class ChangedWeights:
     """The learner's half of weight_sync.delta: turns each push into parcels of what has changed.
 
-    It holds the weights of the last push in the servers' type, in the host memory of rank 0. Members of the push are
-    values that name one incarnation of a server.
+    It holds the weights of the last push in the servers' type, in the host memory of rank 0. A member is
+    any value that stands for one incarnation of a server.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

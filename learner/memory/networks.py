@@ -18,7 +18,7 @@ from learner.models.lora import add_adapters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """The numbers of a network's parameters, or of those that are trained; with adapters only these are."""
+    """How many parameters a network has, or how many are trained; with adapters only these are trained."""
 
     all: int
     rest: int
@@ -45,7 +45,7 @@ class NetworkSizes:
     average: int
     """The bytes of the moving average of its weights (learner.ema_decay)."""
     largest: int
-    """The numbers of the largest tensor."""
+    """How many numbers the largest tensor has."""
     is_tied: bool
     """Whether the output head is the embeddings."""
     layers: int

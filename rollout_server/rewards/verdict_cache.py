@@ -99,8 +99,8 @@ class VerdictCache:
 def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> bytes:
     """Return a digest of a reward: its place, the code that its verdicts depend on, its settings, and its `inputs`.
 
-    The code is taken from the module that the place `module:name` names, of the modules that define the function or
-    `open`, also within a functools.partial, whose arguments count, or a decorator, and of `reward.modules`.
+    The code is taken from the module that the place `module:name` names, from the modules that define the function or
+    `open` (also within a decorator or a functools.partial, whose arguments count), and from `reward.modules`.
 
     Raises:
         ConfigError: one of the modules can't be imported, or an argument of a partial has no lasting name.

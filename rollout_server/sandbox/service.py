@@ -17,7 +17,7 @@ from rollout_server.sandbox.bubblewrap import DEFAULT_LIMITS, Ended, RunLimits, 
 
 _COMPILE_S = 10.0
 MARGIN_S = 10.0
-"""A run ends so long after its time limit, whatever the service does: queue, compile, fail, or send slowly."""
+"""A run ends at most this long after its time limit, whatever the service does: queue, compile, fail, send slowly."""
 _MAX_CHARACTERS, _REST_BYTES = 12, 1 << 20
 """The bytes of JSON for a byte of output and of errors (6 each), and the bytes of the rest of a reply."""
 PAUSES_S = (1.0, 4.0)

@@ -190,5 +190,5 @@ class FilesTask(Task):
 
 
 def _text(question: Question) -> str:
-    """Return the messages as a text that compares prompts: in lower case, with white space as single spaces."""
+    """Return the messages as text for comparing prompts: in lower case, with white space as single spaces."""
     return "\n".join(f"{each['role']}: {' '.join(each['content'].casefold().split())}" for each in question.messages)

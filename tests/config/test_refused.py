@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from async_rl.config import Config
 from async_rl.config.check import SettingsError
 from async_rl.config.loading import load_config
+from async_rl.config.schema import leaf_schemas
 from async_rl.seams import Advantage, EngineEntry, Loss, TransportEntry
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")
@@ -179,7 +183,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
             "nonsense", "there:30000", "ftp://there", "http://", "http://127.0.0.1:abc", "http://h:99999",
             "http://a:b@h", "http://h h:3", "http://127.0.0.1:3/ ", "http://h:3/?x=1", "http://h:3/#a", "http://h:3?",
         )
-    ],
+    ] + [("rollout.server_url", 'rollout.server_url="http://h:3\\n"')],
     ("rollout.group_size=1", "algorithm.advantage=remax"): [
         ("rollout.group_size", f"algorithm.advantage={advantage}")
         for advantage in ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_pp_baseline")
@@ -188,13 +192,21 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
 }  # fmt: skip
 
 
+ALLOWED = {key: {*map(str, leaf["enum"])} for key, leaf in leaf_schemas(Config).items() if "enum" in leaf}
+"""[key] its values, where these are a few words."""
+
+
 @pytest.mark.parametrize("together", REFUSED, ids=" ".join)
 def test_settings_that_do_not_work_together_are_refused_at_the_key_that_is_wrong(together: tuple[str, ...]) -> None:
     load_config(None, [*BASE, *together])
     for key, *overrides in REFUSED[together]:
         with pytest.raises(SettingsError) as caught:
             load_config(None, [*BASE, *together, *overrides])
-        assert [problem.key for problem in caught.value.problems] == [key], overrides
+        (problem,) = caught.value.problems
+        assert problem.key == key, overrides
+        if choices := ALLOWED.get(key):  # no advice is a value that is itself refused
+            advice = problem.text.removeprefix(f"{key} must be ").partition(", got ")[0].partition(" with ")[0]
+            assert {*re.split(", | or ", advice.removeprefix("one of "))} <= choices, problem.text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
+from async_rl import pipeline
 from async_rl.config import (
     AlgorithmConfig,
     Config,
@@ -135,6 +137,20 @@ def test_a_reward_that_takes_other_arguments_or_fails_in_its_trial_call_is_refus
         check_inputs(config)
     assert "json.loads" not in source or f"{config.task.reward.partition(':')[0]}.py:2" in str(caught.value)
     assert "Event" not in source or "timeouts.reward_s = 0.2" in str(caught.value)
+
+
+def test_train_shows_its_cautions_once_and_leaves_no_folder_if_nothing_begins(
+    base: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no further")
+
+    monkeypatch.setattr(pipeline, "open_ray", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "reserve", refuse)
+    with pytest.raises(ConfigError, match="no further"):
+        run(changed(base, rollout={"top_p": 0.9}, logging={"wandb": "disabled"}))
+    assert capsys.readouterr().out.count("caution: rollout.top_p") == 1
+    assert not list(Path(base.run.dir).iterdir())
 
 
 def test_what_may_not_be_meant_is_a_caution(

@@ -109,7 +109,7 @@ class CountingEngine(EchoEngine):
             self.running[trains] -= 1
 
 
-def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
+def test_no_more_groups_than_max_groups_in_flight_are_in_flight() -> None:
     config = worker_config(staleness={"max": 3})
     engine = CountingEngine()
     config = changed(config, rollout={"max_groups_in_flight": 3})
@@ -120,12 +120,12 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("beside_training", "pinned", "at_once"), [(True, False, 2), (True, True, 6), (False, False, 6)]
 )
-def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
+def test_an_evaluation_beside_training_keeps_to_max_groups_in_flight(
     beside_training: bool, pinned: bool, at_once: int
 ) -> None:
     config = worker_config(staleness={"max": 1})
-    config = changed(config, rollout={"max_groups_in_flight": 2}, eval={"num_prompts": 6, "every_steps": 1,
-        "pin_version": pinned})
+    evaluation = {"num_prompts": 6, "every_steps": 1, "pin_version": pinned}
+    config = changed(config, rollout={"max_groups_in_flight": 2}, eval=evaluation)
     engine = CountingEngine()
     rolled_out(
         config, engine, lambda question, text: 1.0,

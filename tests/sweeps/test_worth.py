@@ -222,3 +222,17 @@ def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: st
         for staleness, e, error in expected:
             assert found[correction, staleness].mean == pytest.approx(e, abs=error)
             assert 0.3 * error < found[correction, staleness].error < 2.0 * error
+
+
+@pytest.mark.parametrize(
+    "name", ["exact", "sweep_agent_cpu", "sweep_agent_grid", "sweep_agent_sglang", "sweep_cpu", "sweep_cpu_grid"]
+)
+def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> None:
+    rows = settings_of(read_results(RESULTS / name))
+    text = (RESULTS / name / "table.md").read_text()
+    with (RESULTS / name / "table.csv").open() as file:
+        means = list(csv.DictReader(file))
+    assert all(sentence in text for sentence in efficiency_unknown(rows))
+    for row, line in zip(rows, means, strict=True):
+        for key in WORTH:
+            assert float(line[key]) == pytest.approx(row.estimate(key).mean, rel=1e-5, nan_ok=True)

@@ -28,7 +28,7 @@ _POLICIES_WITH_PRIORITY = ("fcfs", "lof")
 """The values of SGLang's schedule-policy with which it starts with priorities."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _BUILDS = "It builds kernels with nvcc, of the CUDA toolkit of torch's CUDA, and ninja: see `async-rl doctor`."
-_HINTS = (
+HINTS = (
     (
         "leave no GPU memory for the KV cache",
         "Raise rollout.gpu_memory_utilization, or end what else uses the GPU (`nvidia-smi`): it is a share of what "
@@ -124,7 +124,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
         return False
 
     return ServerProcess(
-        name, log_file, config, port=port, is_ready=is_ready, hints=_HINTS,
+        name, log_file, config, port=port, is_ready=is_ready, hints=HINTS,
         environment=server_environment(config, flags),
         command=lambda port: [
             sys.executable, "-m", "rollout_server.engines.sglang.launch", *words,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import itertools
 import socket
 import sys
@@ -77,6 +78,14 @@ def test_a_gpu_server_has_cuda_graphs_up_to_the_replies_in_flight(monkeypatch: p
     assert flags(many, on_gpu=True)["cuda-graph-max-bs-decode"] == 1024
     fewer = dataclasses.replace(many, rollout=RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}))
     assert flags(fewer, on_gpu=True)["cuda-graph-max-bs-decode"] == 64
+
+
+def test_this_sglang_has_the_words_and_the_flag_that_are_counted_on() -> None:
+    (folder,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
+    sign = "leave no GPU memory for the KV cache"
+    assert sign in dict(sglang_process.HINTS)
+    assert sign in (Path(folder) / "srt/mem_cache/kv_cache_configurator.py").read_text()
+    assert "nccl_port: A[" in (Path(folder) / "srt/arg_groups/fields/parallel.py").read_text()
 
 
 @pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])

@@ -85,7 +85,7 @@ def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError, match="3"):
+    with pytest.raises(ProcessDiedError, match=" died 3 times "):
         played("die", tmp_path, num_before=1)
 
 

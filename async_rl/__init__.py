@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_rl.api import Callback, TrainedStep, TrainingRun, evaluate, train
-    from async_rl.config import Config
-    from async_rl.config.loading import load_config
-    from async_rl.errors import AsyncRLError, ConfigError
+    from async_rl.base.config import Config
+    from async_rl.base.config.loading import load_config
+    from async_rl.base.errors import AsyncRLError, ConfigError
 
     __version__: str
 
@@ -19,9 +19,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncRLError": "async_rl.errors", "Callback": "async_rl.api", "Config": "async_rl.config",
-    "ConfigError": "async_rl.errors", "TrainedStep": "async_rl.api", "TrainingRun": "async_rl.api",
-    "evaluate": "async_rl.api", "load_config": "async_rl.config.loading", "train": "async_rl.api",
+    "AsyncRLError": "async_rl.base.errors", "Callback": "async_rl.api", "Config": "async_rl.base.config",
+    "ConfigError": "async_rl.base.errors", "TrainedStep": "async_rl.api", "TrainingRun": "async_rl.api",
+    "evaluate": "async_rl.api", "load_config": "async_rl.base.config.loading", "train": "async_rl.api",
 }
 
 
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'async_rl' has no attribute {name!r}")
     from importlib import import_module
 
-    from async_rl.seams.user_modules import check_module_names
+    from async_rl.base.seams.user_modules import check_module_names
 
     check_module_names()
     return getattr(import_module(_MODULES[name]), name)

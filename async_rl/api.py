@@ -18,15 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config, text_override
-from async_rl.driver.run_control import RunControl
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import find_checkpoint, run_dir_of, run_dir_of_model
-from async_rl.storage.hub_names import find_model
-from async_rl.storage.resuming import config_file
-from async_rl.storage.run_dir import find_run, is_complete
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config, text_override
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub_names import find_model
+from async_rl.base.run_dir.checkpoints import find_checkpoint, run_dir_of, run_dir_of_model
+from async_rl.base.run_dir.resuming import config_file
+from async_rl.base.run_dir.run_dir import find_run, is_complete
+from async_rl.run.processes.run_control import RunControl
+from async_rl.run.processes.signals import StopSignals
 
 SIGNALS_EVERY_S = 1.0
 """How often a wait for the next step wakes, because Python may miss a signal that comes just before it waits."""
@@ -206,7 +206,7 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
     Raises:
         ConfigError: there is no such folder or configuration, or a setting can't work.
     """
-    from rollout_server.eval_command import evaluate_model
+    from rollout_server.worker.eval_command import evaluate_model
 
     return _in_own_loop(evaluate_model(evaluation_config(model, config, overrides)))
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import async_rl
-from async_rl.cores import limit_spinning
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.seams.extras import check_extra
-from async_rl.seams.user_modules import check_module_names
-from async_rl.stages.commands import add_stages
-from async_rl.starters.starter import add_init
-from async_rl.storage.log_tail import split_tails
-from async_rl.sweeps.commands import add_sweeps
+from async_rl.base.cores import limit_spinning
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.run_dir.log_tail import split_tails
+from async_rl.base.seams.extras import check_extra
+from async_rl.base.seams.user_modules import check_module_names
+from async_rl.tools.stages import add_stages
+from async_rl.tools.starters.starter import add_init
+from async_rl.tools.sweeps.commands import add_sweeps
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -193,7 +193,7 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
 
 
 def _train(args: argparse.Namespace) -> int:
-    from async_rl.driver.signals import StopSignals
+    from async_rl.run.processes.signals import StopSignals
 
     if args.view:
         check_extra("page", "--view")
@@ -201,9 +201,9 @@ def _train(args: argparse.Namespace) -> int:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.api import config_to_start, nothing_left
-        from async_rl.driver.dry_run import dry_run
+        from async_rl.base.telemetry.summary_table import format_summary
         from async_rl.pipeline import run
-        from async_rl.telemetry.summary_table import format_summary
+        from async_rl.run.before_start.dry_run import dry_run
 
         signals.check()
         config, is_complete = config_to_start(args.config, args.overrides, args.resume)
@@ -213,7 +213,7 @@ def _train(args: argparse.Namespace) -> int:
         signals.check()
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:
-            from async_rl.view.command import shown as beside
+            from async_rl.tools.view.command import shown as beside
         if args.dry_run:
             text = dry_run(config, signals.check, args.gpu_gb)
             signals.check()
@@ -232,8 +232,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from async_rl.config import Config
-    from async_rl.config.schema import json_schema
+    from async_rl.base.config import Config
+    from async_rl.base.config.schema import json_schema
 
     print(json.dumps(json_schema(Config), indent=2))
     return 0
@@ -275,8 +275,8 @@ def _export(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     from async_rl.api import evaluation_config
-    from async_rl.driver.signals import StopSignals
-    from rollout_server.eval_command import evaluate_model
+    from async_rl.run.processes.signals import StopSignals
+    from rollout_server.worker.eval_command import evaluate_model
 
     config = evaluation_config(args.model, args.config, args.overrides)
     with StopSignals():
@@ -287,14 +287,14 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from async_rl.telemetry.status import format_status
+    from async_rl.base.telemetry.status import format_status
 
     print(format_status(args.run_dir), end="")
     return 0
 
 
 def _answer(args: argparse.Namespace) -> int:
-    from async_rl.storage.watch_events import answer_pause
+    from async_rl.base.run_dir.watch_events import answer_pause
 
     answer_pause(args.run_dir, args.answer)
     print(f"{args.run_dir} has the answer, and acts on it within seconds")
@@ -303,23 +303,23 @@ def _answer(args: argparse.Namespace) -> int:
 
 def _view(args: argparse.Namespace) -> int:
     check_extra("page", "async-rl view")
-    from async_rl.view.command import serve
+    from async_rl.tools.view.command import serve
 
     serve(args.folder, args.port)
     return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from async_rl.config.loading import load_config
-    from async_rl.doctor.host import examine, print_table
-    from async_rl.driver.placement import runs_here
+    from async_rl.base.config.loading import load_config
+    from async_rl.run.processes.placement import runs_here
+    from async_rl.tools.doctor.host import examine, print_table
 
     if args.overrides and not args.config:
         raise ConfigError(f"doctor needs a CONFIG to apply {' '.join(args.overrides)} to")
     config = load_config(args.config, args.overrides) if args.config else None
     checks = examine(config)
     if config and not runs_here(config):
-        from async_rl.doctor.cluster import examine_nodes
+        from async_rl.tools.doctor.cluster import examine_nodes
 
         checks = chain(checks, examine_nodes(config))
     return 0 if print_table(checks) else EXIT_ERROR

@@ -10,14 +10,14 @@
                    +------ weights of version v+1 (nccl | gloo | cuda_ipc | disk) -----+
 
     loop              where                          consumes        waits for                unblocked by
-    admit + generate  rollout_server/worker.py       slots, prompts  a free slot              served(v)
+    admit + generate  rollout_server/worker/worker.py       slots, prompts  a free slot              served(v)
     hand out          buffer/server.py               groups  groups for a batch       put(group)
-    train             learner/learner.py             a batch         the buffer's hand-out    its own push
-    supervise         async_rl/driver/supervisor.py  reports         any process              a report, a crash
+    train             learner/loop/learner.py             a batch         the buffer's hand-out    its own push
+    supervise         async_rl/run/processes/supervisor.py  reports         any process              a report, a crash
 
 The servers eval/i (placement.eval.servers), which only answer held-out prompts, get the versions that they evaluate.
 The servers judge/i (placement.judge.servers) get none: rewards ask them what an answer is worth.
-async_rl/driver/actors.py says what each process is, async_rl/driver/placement.py where it runs.
+async_rl/run/processes/actors.py says what each process is, async_rl/run/processes/placement.py where it runs.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
 buffer grants ahead. No code below depends on it, except that at 0 a server and the learner may take turns on one GPU.
 """
@@ -36,28 +36,34 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from async_rl.config import Config, Limit
-from async_rl.driver.placement import Reservation, reserve, resolve_placement, runs_here, servers_per_gpu
-from async_rl.driver.preflight import check_inputs, check_names
-from async_rl.driver.ray_start import open_ray, ray_messages_in
-from async_rl.driver.run_control import RunControl
-from async_rl.driver.run_log import RunLog
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.storage.checkpoints import list_checkpoints
-from async_rl.storage.free_space import full_disk_named
-from async_rl.storage.hub import located, pinned, upload_model
-from async_rl.storage.hub_names import hub_repos, with_absolute_paths
-from async_rl.storage.run_dir import INTERRUPTED, open_run_dir
-from async_rl.storage.watch_events import with_rollbacks
-from async_rl.storage.whole_file import write_whole
-from async_rl.telemetry.plot_learning_curve import plot_learning_curve
-from async_rl.telemetry.status import NORMAL_END
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import (
+    AsyncRLError,
+    NothingToLearnError,
+    ProcessDiedError,
+    ProcessKilledError,
+    WaitTimeoutError,
+)
+from async_rl.base.models_and_data.hub import located, pinned, upload_model
+from async_rl.base.models_and_data.hub_names import hub_repos, with_absolute_paths
+from async_rl.base.run_dir.checkpoints import list_checkpoints
+from async_rl.base.run_dir.free_space import full_disk_named
+from async_rl.base.run_dir.run_dir import INTERRUPTED, open_run_dir
+from async_rl.base.run_dir.watch_events import with_rollbacks
+from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.base.telemetry.plot_learning_curve import plot_learning_curve
+from async_rl.base.telemetry.status import NORMAL_END
+from async_rl.run.before_start.preflight import check_inputs, check_names
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.processes.placement import Reservation, reserve, resolve_placement, runs_here, servers_per_gpu
+from async_rl.run.processes.ray_start import open_ray, ray_messages_in
+from async_rl.run.processes.run_control import RunControl
+from async_rl.run.processes.signals import StopSignals
 from buffer.protocol.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
-    from async_rl.driver.actor_group import ActorGroup
-    from async_rl.driver.supervisor import ReviveBuffer
+    from async_rl.run.processes.actor_group import ActorGroup
+    from async_rl.run.processes.supervisor import ReviveBuffer
 
 
 def run(
@@ -128,8 +134,8 @@ def train_once(config: Config, signals: StopSignals, cautions: Sequence[str], co
         log.logger.note(f"run directory: {run_dir}")
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
-        from async_rl.driver.actor_group import ActorGroup
-        from async_rl.driver.supervisor import Supervisor
+        from async_rl.run.processes.actor_group import ActorGroup
+        from async_rl.run.processes.supervisor import Supervisor
 
         reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
@@ -173,8 +179,8 @@ def start_processes(
     Returns:
         The buffer's address, and {name: address} of the judge's servers.
     """
-    from async_rl.driver.actors import BufferActor, LearnerActor, learner_threads, server_class
-    from async_rl.driver.judges import JudgeActor
+    from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads, server_class
+    from async_rl.run.processes.judges import JudgeActor
 
     limit = config.timeouts.limit("startup_s")
     placement, engines = config.placement, ", ".join(config.engine_entries)
@@ -296,7 +302,7 @@ async def revive_buffer(
     Raises:
         ProcessKilledError: `death`, if there is no journal; the last buffer's death, if time has run out.
     """
-    from async_rl.driver.actors import BufferActor
+    from async_rl.run.processes.actors import BufferActor
 
     if not config.buffer.journal:
         raise death

@@ -35,13 +35,13 @@ import numpy as np
 import psutil
 import zmq
 
-from async_rl.config import BufferConfig, CheckpointConfig, Config, RunConfig
-from async_rl.config.loading import load_config
-from async_rl.errors import WaitTimeoutError
-from async_rl.messages.codec import encode_group
-from async_rl.sweeps.machine import machine_text
-from async_rl.sweeps.tables import Table
-from async_rl.types import Group, Row, Slot
+from async_rl.base.config import BufferConfig, CheckpointConfig, Config, RunConfig
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import WaitTimeoutError
+from async_rl.base.messages.codec import encode_group
+from async_rl.base.types import Group, Row, Slot
+from async_rl.tools.sweeps.machine import machine_text
+from async_rl.tools.sweeps.tables import Table
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import receive
 from buffer.protocol.keys import own_keys

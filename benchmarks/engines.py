@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.errors import AsyncRLError
-from async_rl.sweeps.machine import describe_machine, machine_text
-from async_rl.sweeps.tables import Table, write_page
+from async_rl.base.errors import AsyncRLError
+from async_rl.tools.sweeps.machine import describe_machine, machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from benchmarks.random_model import save_random_model
 
 RESULTS = Path(__file__).parent / "results" / "engines"

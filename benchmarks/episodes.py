@@ -34,13 +34,13 @@ from typing import Any
 
 import aiohttp
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.network import authorization
-from async_rl.storage.model_folder import end_tokens, load_tokenizer
-from async_rl.sweeps.machine import machine_text
-from async_rl.sweeps.tables import Table, write_page
-from async_rl.types import Group
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
+from async_rl.base.network import authorization
+from async_rl.base.types import Group
+from async_rl.tools.sweeps.machine import machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from benchmarks.generation import roll_out
 from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
 from buffer.protocol.keys import own_keys

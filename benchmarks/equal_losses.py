@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
-from async_rl.sweeps.machine import describe_machine, machine_text
-from async_rl.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.machine import describe_machine, machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from learner.models.tiny_model import TINY_MODELS, tiny_model
 
 ROOT = Path(__file__).parents[1]

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from async_rl.sweeps.machine import machine_text
-from async_rl.sweeps.tables import Table, write_page
-from async_rl.telemetry.metrics import read_metrics
+from async_rl.base.telemetry.metrics import read_metrics
+from async_rl.tools.sweeps.machine import machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from benchmarks.marked_command import MarkedCommand
 
 KINDS: Mapping[str, Sequence[str]] = {

@@ -29,14 +29,14 @@ from pathlib import Path
 
 import aiohttp
 
-from async_rl.config import Config, RunConfig, StalenessConfig
-from async_rl.config.loading import load_config
-from async_rl.errors import AsyncRLError
-from async_rl.network import api_key, authorization
-from async_rl.storage.hub import located, pinned
-from async_rl.storage.model_folder import end_tokens, load_tokenizer
-from async_rl.sweeps.machine import describe_machine
-from async_rl.types import Batch
+from async_rl.base.config import Config, RunConfig, StalenessConfig
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.models_and_data.hub import located, pinned
+from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
+from async_rl.base.network import api_key, authorization
+from async_rl.base.types import Batch
+from async_rl.tools.sweeps.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.protocol.keys import own_keys
@@ -46,9 +46,9 @@ from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_rewards
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.worker import Worker
+from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.worker import Worker
 
 CACHE_KEYS = itertools.count()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from benchmarks.under_mps import CONTROL
 
 CONFIG = "configs/sweep_gpu.yaml"

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.errors import WaitTimeoutError
-from async_rl.sweeps.machine import describe_machine
+from async_rl.base.errors import WaitTimeoutError
+from async_rl.tools.sweeps.machine import describe_machine
 from benchmarks.gpu_steps import MPS_SWEEP, SERVER_ARGS, STEPS, SWEEP, SuiteStep
 from benchmarks.marked_command import MarkedCommand
 

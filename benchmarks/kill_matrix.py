@@ -43,10 +43,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import WeightSyncConfig
-from async_rl.config.loading import load_config
-from async_rl.sweeps.machine import describe_machine
-from async_rl.sweeps.tables import Table, write_page
+from async_rl.base.config import WeightSyncConfig
+from async_rl.base.config.loading import load_config
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.tables import Table, write_page
 from benchmarks.marked_command import MarkedCommand, wait_until
 
 RESULTS = Path(__file__).parent / "results" / "kill_matrix"

@@ -36,19 +36,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
-from async_rl.sweeps.machine import describe_machine, machine_text
-from async_rl.sweeps.tables import Table, write_page
-from async_rl.types import Batch, Group, Row
+from async_rl.base.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
+from async_rl.base.types import Batch, Group, Row
+from async_rl.tools.sweeps.machine import describe_machine, machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from benchmarks.random_model import SIZES, save_random_model
 from learner.algorithms.token_advantages import batch_advantages
+from learner.loop.ranks import Ranks
+from learner.loop.updater import Updater
 from learner.models import token_scores as scoring
 from learner.models.network import Network
 from learner.models.policy import shard
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import MicroBatch
-from learner.ranks import Ranks
-from learner.updater import Updater
 
 RESULTS = Path(__file__).parent / "results" / "learner_step"
 MATRIX_SIZE = 8192

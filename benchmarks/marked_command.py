@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from async_rl.errors import WaitTimeoutError
+from async_rl.base.errors import WaitTimeoutError
 
 ROOT = Path(__file__).parents[1]
 MARK = "ASYNC_RL_MARK"

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from async_rl.config.task_parts import SandboxConfig
-from async_rl.sweeps.machine import machine_text
-from async_rl.sweeps.tables import Table, write_page
+from async_rl.base.config.task_parts import SandboxConfig
+from async_rl.tools.sweeps.machine import machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from rollout_server.question import Question
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
-from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, RunLimits
+from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap, Ended, RunLimits
 
 SOLVE = """```python
 from collections import Counter

@@ -32,13 +32,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.driver.run_log import RunLog
-from async_rl.messages.reports import StepDone
-from async_rl.sweeps.machine import describe_machine, machine_text
-from async_rl.sweeps.tables import Table, write_page
-from async_rl.telemetry.timeline import Span
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.messages.reports import StepDone
+from async_rl.base.telemetry.timeline import Span
+from async_rl.run.log.run_log import RunLog
+from async_rl.tools.sweeps.machine import describe_machine, machine_text
+from async_rl.tools.sweeps.tables import Table, write_page
 from benchmarks.buffer import received, run_buffer
 from buffer.client import LearnerClient
 from rollout_server.engines.base import GenerationRequest, Load, SampledReply
@@ -129,9 +129,9 @@ def run_workers(config: Config, cell: ScaleCell, indices: Sequence[int], address
     from learner.models.tiny_model import character_tokenizer
     from rollout_server.rewards.base import NamedReward
     from rollout_server.rewards.contract import Reward
-    from rollout_server.scored_player import ScoredPlayer
     from rollout_server.tasks.base import open_task
-    from rollout_server.worker import Worker
+    from rollout_server.worker.scored_player import ScoredPlayer
+    from rollout_server.worker.worker import Worker
 
     tokenizer = character_tokenizer()
     task = open_task(config, tokenizer)

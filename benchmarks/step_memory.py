@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_rl.config import Config
-from async_rl.sweeps.machine import machine_text
-from async_rl.sweeps.tables import write_page
-from async_rl.types import Batch, Group, Row
-from async_rl.weights.transport import iter_buckets
+from async_rl.base.config import Config
+from async_rl.base.types import Batch, Group, Row
+from async_rl.base.weights.transport import iter_buckets
+from async_rl.tools.sweeps.machine import machine_text
+from async_rl.tools.sweeps.tables import write_page
 from benchmarks.random_model import save_random_model
+from learner.loop.updater import Updater
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from learner.models.policy import full_parameters
-from learner.updater import Updater
 
 MIB = 2**20
 SHAPES: dict[str, dict[str, Any]] = {

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.config.watch import RULES
-from async_rl.sweeps.machine import machine_text
-from async_rl.sweeps.tables import Table
-from async_rl.watcher import Finding, Watcher
+from async_rl.base.config.watch import RULES
+from async_rl.run.watch.watcher import Finding, Watcher
+from async_rl.tools.sweeps.machine import machine_text
+from async_rl.tools.sweeps.tables import Table
 
 RECORDS = Path(__file__).parent / "results" / "watcher_runs.json.gz"
 LIMITS = {name: rule.limit for name, rule in RULES.items()}

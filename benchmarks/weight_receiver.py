@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rl.config import Config, NetworkConfig, TimeoutsConfig
-from async_rl.errors import WaitTimeoutError
+from async_rl.base.config import Config, NetworkConfig, TimeoutsConfig
+from async_rl.base.errors import WaitTimeoutError
 from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
 from rollout_server.engines.sglang.admin import SGLangAdmin
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.storage.checkpoints import TrainingState
+from async_rl.base.run_dir.checkpoints import TrainingState
 from buffer.modes import Mode
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup

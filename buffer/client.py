@@ -19,12 +19,12 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from async_rl.config import TimeoutsConfig
-from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
-from async_rl.field_kinds import MAX_CAUSE_CHARS
-from async_rl.messages.codec import encode_group
-from async_rl.messages.field_packing import cut_text
-from async_rl.types import Batch, Group, Slot
+from async_rl.base.config import TimeoutsConfig
+from async_rl.base.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
+from async_rl.base.field_kinds import MAX_CAUSE_CHARS
+from async_rl.base.messages.codec import encode_group
+from async_rl.base.messages.field_packing import cut_text
+from async_rl.base.types import Batch, Group, Slot
 from buffer.frames import receive
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (

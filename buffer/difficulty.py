@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.config import Config
-from async_rl.errors import WireError
+from async_rl.base.config import Config
+from async_rl.base.errors import WireError
 from buffer.prompt_order import PromptOrder
 from buffer.stored_group import Arrival
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from async_rl.errors import StalenessError
+from async_rl.base.errors import StalenessError
 from buffer.staleness import (
     Rules,
     admission_capacity,

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from async_rl.config import SlotLimits, StalenessConfig
-from async_rl.config.check import check
+from async_rl.base.config import SlotLimits, StalenessConfig
+from async_rl.base.config.check import check
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.stored_group import Arrival

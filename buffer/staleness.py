@@ -85,8 +85,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rl.config import Config
-from async_rl.types import BoolArray, IntArray
+from async_rl.base.config import Config
+from async_rl.base.types import BoolArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from async_rl.config import EvalConfig
-from async_rl.errors import WireError
-from async_rl.types import Slot
+from async_rl.base.config import EvalConfig
+from async_rl.base.errors import WireError
+from async_rl.base.types import Slot
 from buffer.difficulty import PromptDraw
 from buffer.flat_groups import FlatGroups
 from buffer.frames import Frame

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_rl.errors import StalenessError
+from async_rl.base.errors import StalenessError
 from buffer.difficulty import PromptRecords
 from buffer.stored_group import DROP_REASONS, DropReason, State, StoredGroup
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-from async_rl.messages.codec import GroupColumns
-from async_rl.types import Slot
+from async_rl.base.messages.codec import GroupColumns
+from async_rl.base.types import Slot
 from buffer.frames import Frame
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]

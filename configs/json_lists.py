@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.question import Question
 from rollout_server.rewards.contract import RewardResult
 from rollout_server.tasks.base import Task

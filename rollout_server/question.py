@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

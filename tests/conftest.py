@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import yaml
 
-from async_rl.cores import usable_cores
+from async_rl.base.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
 
 if TYPE_CHECKING:

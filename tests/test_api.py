@@ -19,13 +19,13 @@ import pytest
 import async_rl
 from async_rl import pipeline
 from async_rl.api import config_to_start, evaluation_config
-from async_rl.config import Config
-from async_rl.driver.run_control import RunControl
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import ProcessDiedError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.resuming import write_config
-from async_rl.storage.run_dir import new_run_dir
+from async_rl.base.config import Config
+from async_rl.base.errors import ProcessDiedError
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.base.run_dir.resuming import write_config
+from async_rl.base.run_dir.run_dir import new_run_dir
+from async_rl.run.processes.run_control import RunControl
+from async_rl.run.processes.signals import StopSignals
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
 

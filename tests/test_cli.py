@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from async_rl import pipeline
+from async_rl.base.config import Config
+from async_rl.base.errors import ProcessDiedError
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.cli import main
-from async_rl.config import Config
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import ProcessDiedError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.policy import write_folder
 from tests.kit.models import save_tiny_model
@@ -115,7 +115,7 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
 def test_the_size_of_gpus_is_for_a_dry_run(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, check, gpu_gb: f"{gpu_gb}")
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.dry_run", lambda config, check, gpu_gb: f"{gpu_gb}")
     assert main(["train", str(config_file), "--dry-run", "--gpu-gb", "80"]) == 0
     assert capsys.readouterr().out == "80.0"
     assert main(["train", str(config_file), "--gpu-gb", "80"]) == 2
@@ -145,7 +145,7 @@ def test_a_leading_tilde_in_an_argument_is_the_home_directory(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(config_file.parent))
-    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, *_: "read")
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.dry_run", lambda config, *_: "read")
     assert main(["train", "~/config.yaml", "--dry-run"]) == 0
     assert main(["train", "--resume", "~/run"]) == 2
     assert main(["status", "~/run"]) == 2

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl import cores
-from async_rl.cores import SPINS, limit_spinning, server_threads, threads_per_process, usable_cores
+from async_rl.base import cores
+from async_rl.base.cores import SPINS, limit_spinning, server_threads, threads_per_process, usable_cores
 from rollout_server.engines.sglang import sglang_process
 from rollout_server.engines.vllm import vllm_process
 from tests.kit.configs import make_config

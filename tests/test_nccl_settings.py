@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_rl import network
-from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
-from async_rl.driver.entering import Origin, enter
+from async_rl.base import network
+from async_rl.base.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.run.processes.entering import Origin, enter
 
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from benchmarks.marked_command import wait_until
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from async_rl.config.watch import RULES
-from async_rl.watcher import Finding, Watcher
+from async_rl.base.config.watch import RULES
+from async_rl.run.watch.watcher import Finding, Watcher
 
 LIMITS = {name: rule.limit for name, rule in RULES.items()}
 

@@ -1,4 +1,4 @@
-"""Defines the journal's tables. Their columns follow from the fields declared in async_rl/types.py and stored_group.py.
+"""Defines the journal's tables. Their columns follow from the fields declared in base/types.py and stored_group.py.
 
     groups     one line for each group ever admitted, with its state
     rows       one line for each row of a group that arrived
@@ -21,9 +21,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from async_rl.field_kinds import Flag, Number, PerTurn, Scalar, Texts, Whole, kinds_of
-from async_rl.messages import codec
-from async_rl.types import EpisodeFacts, GroupFacts, Row
+from async_rl.base.field_kinds import Flag, Number, PerTurn, Scalar, Texts, Whole, kinds_of
+from async_rl.base.messages import codec
+from async_rl.base.types import EpisodeFacts, GroupFacts, Row
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, StoredGroup
 

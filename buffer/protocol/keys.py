@@ -24,8 +24,8 @@ import zmq
 from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
 
 DOMAIN = "buffer"
 """The ZAP domain of the socket; without one ZMQ does not ask the authenticator."""

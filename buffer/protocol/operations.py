@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.errors import WireError
-from async_rl.field_kinds import MAX_CAUSE_CHARS
-from async_rl.messages.codec import GroupColumns, check_group
-from async_rl.messages.limits import Limits
-from async_rl.messages.message_reader import Fields
+from async_rl.base.config import Config
+from async_rl.base.errors import WireError
+from async_rl.base.field_kinds import MAX_CAUSE_CHARS
+from async_rl.base.messages.codec import GroupColumns, check_group
+from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
 from buffer.protocol.wire import (

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config.loading import load_config
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.base.config.loading import load_config
+from async_rl.base.models_and_data.model_folder import load_tokenizer
 from rollout_server.tasks.chat import prompt_text, prompt_tokens
 from rollout_server.tasks.letters import Letters, gold_reward
 

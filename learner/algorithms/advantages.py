@@ -1,7 +1,7 @@
 """Advantages as pure functions of rewards, and of values where there is a critic.
 
 Functions of a group take its rewards x [G] and give one advantage A_i for all tokens of row i; functions
-of tokens take [B, T], one row for each of B rows. async_rl/seams/algorithms.py lists them.
+of tokens take [B, T], one row for each of B rows. async_rl/base/seams/algorithms.py lists them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from async_rl.config import MasksConfig
+from async_rl.base.config import MasksConfig
 from learner.algorithms.masked_ops import bounded_exp, mean_by_row, sum_by_row
 from learner.packing.microbatches import ResponseTokens
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.telemetry.metrics import Metric, Reduction
-from async_rl.types import Batch, Row
+from async_rl.base.telemetry.metrics import Metric, Reduction
+from async_rl.base.types import Batch, Row
 from learner.algorithms.losses import kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_row
-from learner.episodes import rows_by_episode, tokens_by_episode
+from learner.loop.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import ResponseTokens
 
 Totals = dict[str, npt.NDArray[np.float64]]

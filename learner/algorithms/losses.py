@@ -1,8 +1,8 @@
 """Losses of each token as pure functions. The caller sums them and divides by the normaliser of the minibatch.
 
-A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/seams/algorithms.py lists them. In its formula
-A is the advantage and r = exp(learner - centre logprobs). `low` and `high` come from algorithm.clip, further settings
-from algorithm.params.
+A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/base/seams/algorithms.py lists them. In its
+formula A is the advantage and r = exp(learner - centre logprobs). `low` and `high` come from algorithm.clip, further
+settings from algorithm.params.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from async_rl.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
-from async_rl.errors import AsyncRLError
+from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
+from async_rl.base.errors import AsyncRLError
 from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_row
 
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.config import Config
-from async_rl.seams import find_entry
-from async_rl.telemetry.metrics import Metric
-from async_rl.types import Batch, Group
+from async_rl.base.config import Config
+from async_rl.base.seams import find_entry
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.types import Batch, Group
 from learner.algorithms.advantages import whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import (
@@ -39,7 +39,7 @@ from learner.algorithms.diagnostics import (
 )
 from learner.algorithms.losses import LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.token_advantages import critic_advantages, penalty_to_go
-from learner.episodes import rows_by_episode, tokens_by_episode
+from learner.loop.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1

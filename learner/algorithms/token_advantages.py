@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from async_rl.config import Config
-from async_rl.types import Batch, FloatArray
+from async_rl.base.config import Config
+from async_rl.base.types import Batch, FloatArray
 from learner.algorithms.advantages import returns_to_go, whiten
-from learner.episodes import reward_at_tokens, rows_by_episode
+from learner.loop.episodes import reward_at_tokens, rows_by_episode
 from learner.packing.microbatches import ResponseTokens
 
 
@@ -61,7 +61,7 @@ def critic_advantages(
     """Return (advantages [N], targets of the critic [N]), of rewards placed by `reward_at_tokens`.
 
     Args:
-        function: `gae`, `vtrace` or the user's own, the `of_tokens` of an entry in async_rl/seams/algorithms.py.
+        function: `gae`, `vtrace` or the user's own, the `of_tokens` of an entry in async_rl/base/seams/algorithms.py.
         values, log_rho, penalty: [N] each; the penalty is subtracted from the reward of each token.
     """
     mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.gae_lambda

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from async_rl.config import Config
-from async_rl.storage.model_loading import load_without_weights
+from async_rl.base.config import Config
+from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.algorithms.objective import Objective
 from learner.memory.optimizer_state import MASTER_BYTES, state_bytes
 from learner.models.frozen import freeze

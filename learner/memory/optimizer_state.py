@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rl.config import LearnerConfig
-from learner.optimizer_choice import open_optimizer, some_lr
+from async_rl.base.config import LearnerConfig
+from learner.loop.optimizer_choice import open_optimizer, some_lr
 
 MASTER_BYTES = 4
 """The bytes of a weight that is trained, in float32; its gradient has as many."""
@@ -46,7 +46,7 @@ def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
         weight.grad = torch.ones_like(weight)
     try:
         optimizer.step()
-    except Exception:  # of any type; learner/optimizer_choice.py tries it with the run's own weights
+    except Exception:  # of any type; learner/loop/optimizer_choice.py tries it with the run's own weights
         return 2 * MASTER_BYTES * sum(count * math.prod(shape) for shape, count in counts.items())
     total = 0.0
     for shape, count in counts.items():

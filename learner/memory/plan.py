@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 
 GIB = 2**30

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from async_rl.config import Config
-from async_rl.weights.transport import serving_dtype
+from async_rl.base.config import Config
+from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.objective import Objective
 from learner.memory.moments import Moments
 from learner.memory.networks import NetworkSizes, networks_of

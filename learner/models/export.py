@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import check_newest, find_checkpoint, run_dir_of
-from async_rl.storage.hub import located
-from async_rl.storage.model_folder import writing
-from async_rl.storage.resuming import as_trained, config_file
-from async_rl.weights.checkpoint_names import to_checkpoint
-from learner.checkpointing import AVERAGE, check_weights, has_average
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import located
+from async_rl.base.models_and_data.model_folder import writing
+from async_rl.base.run_dir.checkpoints import check_newest, find_checkpoint, run_dir_of
+from async_rl.base.run_dir.resuming import as_trained, config_file
+from async_rl.base.weights.checkpoint_names import to_checkpoint
+from learner.loop.checkpointing import AVERAGE, check_weights, has_average
 from learner.models.loading import read_weights
 from learner.models.lora import merged_parameters
 from learner.models.policy import open_policy, write_folder

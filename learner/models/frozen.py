@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 
 _SHOWN = 5
 

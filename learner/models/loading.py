@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import weight_files
-from async_rl.weights.checkpoint_names import Source, sources_of
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.weights.checkpoint_names import Source, sources_of
+from learner.loop.optimizer import check_finite
 from learner.models.split_vocabulary import unfit_vocabulary
-from learner.optimizer import check_finite
 
 Start = Callable[[torch.Size], Tensor]
 """Makes the first value, whole and in CPU memory, of a weight that no file holds, from its shape."""

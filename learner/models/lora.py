@@ -17,10 +17,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from async_rl.config import LoraConfig
-from async_rl.errors import ConfigError
-from async_rl.weights.checkpoint_names import to_checkpoint
-from async_rl.weights.parcels import SUFFIX, adapter_parcel, base_parcel, checksum
+from async_rl.base.config import LoraConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.weights.checkpoint_names import to_checkpoint
+from async_rl.base.weights.parcels import SUFFIX, adapter_parcel, base_parcel, checksum
 
 _ADAPTER = "default"
 _FROZEN = ".base_layer"

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForTokenClassification
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from learner.models.loading import open_model
 from learner.models.sequence import gather_tokens, owners, split_states
 from learner.packing.attention_mask import attention_mask, block_mask

@@ -18,12 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 
-from async_rl.config import Config, LearnerConfig, LoraConfig, ModelConfig
-from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import model_folder
-from async_rl.storage.model_folder import MARKERS, check_trainable
-from async_rl.weights.checkpoint_names import to_checkpoint
-from async_rl.weights.disk import write_weights
+from async_rl.base.config import Config, LearnerConfig, LoraConfig, ModelConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import MARKERS, check_trainable
+from async_rl.base.run_dir.checkpoints import model_folder
+from async_rl.base.weights.checkpoint_names import to_checkpoint
+from async_rl.base.weights.disk import write_weights
+from learner.loop.ranks import Ranks
 from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
 from learner.models.lora import (
@@ -40,7 +41,6 @@ from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
 from learner.packing.microbatches import ForwardInputs
 from learner.packing.plan import Layout
-from learner.ranks import Ranks
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 SHARD_BYTES = 4 * 2**30

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
-from async_rl.config import Config
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
-from async_rl.storage.model_loading import usable_positions
-from async_rl.storage.template_date import TEMPLATE_DATE
-from async_rl.types import Batch, Row
+from async_rl.base.config import Config
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.models_and_data.model_folder import has_tokenizer, load_tokenizer
+from async_rl.base.models_and_data.model_loading import usable_positions
+from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
+from async_rl.base.types import Batch, Row
+from learner.loop.ranks import Ranks
 from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.policy import shard
 from learner.models.sequence import gather_tokens, owners
 from learner.packing.microbatches import PackedTokens
 from learner.packing.plan import Layout, Piece, plan_microbatches
-from learner.ranks import Ranks
 
 OFFSET = "reward_offset"
 """The key of config.json whose value is subtracted from the output of the model."""

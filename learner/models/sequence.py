@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.base.errors import AsyncRLError, ConfigError
 from learner.packing.attention_mask import WHOLE, attention_mask, block_mask
 from learner.packing.microbatches import PADDING, PackedTokens
 

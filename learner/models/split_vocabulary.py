@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from learner.models import token_scores
 from learner.models.token_scores import grad_of_logits, scaled_logits, split_rows
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.types import Batch, FloatArray
-from learner.episodes import reward_at_tokens, tokens_by_episode
+from async_rl.base.types import Batch, FloatArray
+from learner.loop.episodes import reward_at_tokens, tokens_by_episode
 from learner.packing.plan import Piece, needs_mask
 
 PADDING = -1

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_rl.types import Group
-from learner.episodes import rows_by_episode
+from async_rl.base.types import Group
+from learner.loop.episodes import rows_by_episode
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The interface of rollout engines, which generate replies. `rollout.engine` names the engine of a run.
 
-An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/weights/server_admin.py) with which the
-learner pauses and updates it, and an `EngineEntry` (async_rl/seams/engines.py).
+An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/base/weights/server_admin.py) with which the
+learner pauses and updates it, and an `EngineEntry` (async_rl/base/seams/engines.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from async_rl.config import Config
-from async_rl.types import FloatArray, IntArray, Prompt
+from async_rl.base.config import Config
+from async_rl.base.types import FloatArray, IntArray, Prompt
 
 _GREEDY_TEMPERATURE = 1e-4
 """Temperature of greedy replies. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import aiohttp
 
-from async_rl.config import Config
-from async_rl.errors import AsyncRLError, ProcessDiedError
-from async_rl.network import authorization
-from async_rl.storage.model_folder import end_tokens
+from async_rl.base.config import Config
+from async_rl.base.errors import AsyncRLError, ProcessDiedError
+from async_rl.base.models_and_data.model_folder import end_tokens
+from async_rl.base.network import authorization
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply, check_prompt
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.server_process import ServerProcess, server_seed

@@ -7,8 +7,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from async_rl.config import Limit
-from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.config import Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 
 
 def ask(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 
 _KV_SHARE = 0.25
 """The share of the host's free memory that all KV caches may take; the learner needs the rest."""

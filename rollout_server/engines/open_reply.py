@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.errors import AsyncRLError
-from async_rl.types import IntArray
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.types import IntArray
 from rollout_server.engines.base import SampledReply
 
 

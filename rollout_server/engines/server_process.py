@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from async_rl.config import Config, Limit
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.network.ports import open_listener
-from async_rl.storage.log_tail import end_of_log, log_tail
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.network.ports import open_listener
+from async_rl.base.run_dir.log_tail import end_of_log, log_tail
 
 SERVER_PORTS = range(15_000, 32_000)
 """The ports of servers without network.ports."""

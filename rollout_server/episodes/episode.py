@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from async_rl.errors import shown
-from async_rl.telemetry.metrics import Metric
-from async_rl.types import EpisodeEnd
+from async_rl.base.errors import shown
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.types import EpisodeEnd
 from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S

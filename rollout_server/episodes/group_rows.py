@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from async_rl.types import EpisodeFacts, IntArray, Row
+from async_rl.base.types import EpisodeFacts, IntArray, Row
 from rollout_server.episodes.conversation.rows import WholeRow, num_shared_tokens
 from rollout_server.episodes.episode import Episode
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from async_rl.config import Config, RewardConfig
-from async_rl.config.check import check
-from async_rl.config.params import read_params
-from async_rl.errors import ConfigError
-from async_rl.seams import find_entry
-from async_rl.seams.lookup import import_object
-from async_rl.types import Prompt
+from async_rl.base.config import Config, RewardConfig
+from async_rl.base.config.check import check
+from async_rl.base.config.params import read_params
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import find_entry
+from async_rl.base.seams.lookup import import_object
+from async_rl.base.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import CallLimits, Reward, Score

@@ -10,11 +10,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from async_rl.errors import RewardError, shown
-from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
+from async_rl.base.errors import RewardError, shown
+from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 
 if TYPE_CHECKING:
-    from async_rl.config import Config
+    from async_rl.base.config import Config
 
 Score = Callable[..., Any]
 """A function that scores, `def` or `async def`. It takes the question and what the reward is `of`, and the settings
@@ -66,7 +66,7 @@ class Reward:
     of: Of = "answer"
     """The second argument: the text of one answer, one Episode, or the list of the Episodes of a group."""
     settings: Any = None
-    """The class of its settings, made by async_rl.config.section.section; None: it has none."""
+    """The class of its settings, made by async_rl.base.config.section.section; None: it has none."""
     is_function_of_input: bool = False
     """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
     inputs: Callable[[Config], Any] | None = None

@@ -15,8 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, cast
 
-from async_rl.cores import usable_cores
-from async_rl.errors import RewardError
+from async_rl.base.cores import usable_cores
+from async_rl.base.errors import RewardError
 from rollout_server.rewards.reward_threads import MAX_THREADS
 
 CHECK_TIMEOUT_S = 5.0

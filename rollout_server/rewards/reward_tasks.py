@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_rl.errors import RewardError, WaitTimeoutError, first_error
+from async_rl.base.errors import RewardError, WaitTimeoutError, first_error
 from rollout_server.episodes.user_code.time_limits import ForeignCode, OverdueError
 from rollout_server.rewards.reward_threads import raised, time_limit_s
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from async_rl.errors import RewardError, WaitTimeoutError, raised_at
+from async_rl.base.errors import RewardError, WaitTimeoutError, raised_at
 
 MAX_THREADS = 32
 

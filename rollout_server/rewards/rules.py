@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 from functools import cache, partial
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import first_cheatable, read_cases
 from rollout_server.rewards.math_checker import MathChecker

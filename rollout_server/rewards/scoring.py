@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError, RewardError, first_error, shown
-from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
-from async_rl.telemetry.metrics import Metric
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError, RewardError, first_error, shown
+from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
+from async_rl.base.telemetry.metrics import Metric
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.user_code.time_limits import ForeignCode
 from rollout_server.question import Question

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.seams import import_object
-from async_rl.seams.extras import check_extra
-from async_rl.types import IntArray, Prompt
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import import_object
+from async_rl.base.seams.extras import check_extra
+from async_rl.base.types import IntArray, Prompt
 from buffer.prompt_order import MAX_PROMPTS, PromptOrder
 from rollout_server.question import Question
 from rollout_server.rewards.rules import NUMBER_RULES, find_number

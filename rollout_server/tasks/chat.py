@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from async_rl.errors import ConfigError
-from async_rl.storage.template_date import TEMPLATE_DATE
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
 
 
 def prompt_text(

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config import ColumnsConfig, DataConfig, TaskConfig
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
 from rollout_server.tasks.gsm8k_rows import gsm8k_row, is_gsm8k_row

@@ -17,9 +17,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.storage.row_files import read_rows
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.row_files import read_rows
 from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
 
 _COLUMNS = ("prompt", "chosen", "rejected", "margin", "answers", "ranks")

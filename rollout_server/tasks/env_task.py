@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.types import Prompt
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.types import Prompt
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import Config, DataConfig
-from async_rl.errors import ConfigError
-from async_rl.storage.row_files import Rows, files_of, rows_of
-from async_rl.types import Prompt
+from async_rl.base.config import Config, DataConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.row_files import Rows, files_of, rows_of
+from async_rl.base.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import CHEATABLE
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 
 INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
 DATA_SOURCE = "openai/gsm8k"

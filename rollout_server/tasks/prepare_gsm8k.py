@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rl.errors import ConfigError
-from async_rl.storage.row_files import numbered_lines
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.row_files import numbered_lines
 from rollout_server.tasks.gsm8k_rows import gsm8k_row
 
 

@@ -10,7 +10,7 @@ import itertools
 import json
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.config.yaml_text import read_yaml
-from async_rl.errors import ConfigError
-from async_rl.storage.hub import located
-from async_rl.storage.hub_names import with_name
-from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
-from async_rl.types import Prompt
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import located
+from async_rl.base.models_and_data.hub_names import with_name
+from async_rl.base.models_and_data.model_folder import has_tokenizer, load_tokenizer
+from async_rl.base.types import Prompt
 from rollout_server.tasks.base import open_task
 
 

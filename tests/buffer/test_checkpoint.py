@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.storage.checkpoints import TrainingState
+from async_rl.base.run_dir.checkpoints import TrainingState
 from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
 from buffer.modes import open_mode
 from buffer.staleness import Rules

@@ -9,8 +9,8 @@ import threading
 import pytest
 import zmq
 
-from async_rl.errors import AsyncRLError, WaitTimeoutError
-from async_rl.types import Slot
+from async_rl.base.errors import AsyncRLError, WaitTimeoutError
+from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.operations import fair_shares
 from buffer.server import BufferServer

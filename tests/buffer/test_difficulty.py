@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.check import SettingsError
-from async_rl.errors import WireError
-from async_rl.storage.run_dir import open_run_dir
-from async_rl.types import Group, Slot
+from async_rl.base.config import Config
+from async_rl.base.config.check import SettingsError
+from async_rl.base.errors import WireError
+from async_rl.base.run_dir.run_dir import open_run_dir
+from async_rl.base.types import Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.difficulty import PromptDraw, chance, next_streak
 from buffer.prompt_order import PromptOrder

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.errors import NothingToLearnError, WaitTimeoutError
+from async_rl.base.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.flat_groups import FLAT_BATCHES, MANY_GROUPS, FlatGroups
 from buffer.store import Store

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rl.messages.codec import encode_group
-from async_rl.types import Slot
+from async_rl.base.messages.codec import encode_group
+from async_rl.base.types import Slot
 from buffer.protocol.operations import Operations
 from buffer.protocol.wire import pack_request
 from buffer.staleness import Rules

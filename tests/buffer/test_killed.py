@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import BufferConfig, Config, NetworkConfig, RunConfig, TimeoutsConfig
+from async_rl.base.config import BufferConfig, Config, NetworkConfig, RunConfig, TimeoutsConfig
 from buffer.journal.journal import FILE_NAME
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.config import AlgorithmConfig, EvalConfig
-from async_rl.errors import NothingToLearnError, WaitTimeoutError
+from async_rl.base.config import AlgorithmConfig, EvalConfig
+from async_rl.base.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.flat_groups import FLAT_BATCHES
 from buffer.store import Store

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_rl.config import StalenessConfig
+from async_rl.base.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.operations import LearnerWaits
 from buffer.store import Store

@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 
-from async_rl.config import RolloutConfig
-from async_rl.messages.codec import encode_group
+from async_rl.base.config import RolloutConfig
+from async_rl.base.messages.codec import encode_group
 from buffer.client import WorkerClient
 from tests.kit.buffer.clients import learner_at, with_worker
 from tests.kit.buffer.serving import serving

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.config.check import SettingsError
+from async_rl.base.config.check import SettingsError
 from buffer.prompt_order import MAX_PROMPTS, PromptOrder
 from tests.kit.configs import make_config
 

@@ -8,9 +8,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from async_rl.config.check import SettingsError
-from async_rl.errors import WireError
-from async_rl.types import Slot
+from async_rl.base.config.check import SettingsError
+from async_rl.base.errors import WireError
+from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config
-from async_rl.errors import AsyncRLError, WireError
-from async_rl.storage.checkpoints import checkpoint_folder
-from async_rl.storage.resuming import write_config
-from async_rl.storage.run_dir import open_run_dir
-from async_rl.types import Slot
-from async_rl.view.journal_reader import JournalReader
+from async_rl.base.config import Config
+from async_rl.base.errors import AsyncRLError, WireError
+from async_rl.base.run_dir.checkpoints import checkpoint_folder
+from async_rl.base.run_dir.resuming import write_config
+from async_rl.base.run_dir.run_dir import open_run_dir
+from async_rl.base.types import Slot
+from async_rl.tools.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from async_rl.errors import StalenessError, WireError
+from async_rl.base.errors import StalenessError, WireError
 from buffer.modes import Wait
 from buffer.store import Store
 from buffer.store_state import StoreState

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.config import AlgorithmConfig
-from async_rl.messages.codec import check_group, encode_group
-from async_rl.messages.limits import Limits
-from async_rl.types import Group, Slot
+from async_rl.base.config import AlgorithmConfig
+from async_rl.base.messages.codec import check_group, encode_group
+from async_rl.base.messages.limits import Limits
+from async_rl.base.types import Group, Slot
 from buffer.client import WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.stored_group import Arrival

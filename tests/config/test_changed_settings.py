@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from async_rl.config.loading import dump_config, load_config
-from async_rl.config.yaml_text import read_yaml
-from async_rl.driver.dry_run import changed_settings
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.yaml_text import read_yaml
+from async_rl.run.before_start.dry_run import changed_settings
 
 
 def test_only_settings_that_differ_from_the_defaults_are_listed() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
 from buffer.simulate import Workload, simulate
 from tests.kit.configs import make_config
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config import Config
-from async_rl.config.loading import dump_config, load_config
-from async_rl.seams import working_transports
-from async_rl.weights import open_publisher
+from async_rl.base.config import Config
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.seams import working_transports
+from async_rl.base.weights import open_publisher
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")
 MIXED = ("placement.rollout.servers=3", "placement.rollout.engines=[sglang, vllm, sglang]")

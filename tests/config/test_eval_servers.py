@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.driver.actors import share_of_cores
-from async_rl.driver.placement import servers_per_gpu
-from async_rl.driver.resources import host_demands
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
+from async_rl.run.processes.actors import share_of_cores
+from async_rl.run.processes.placement import servers_per_gpu
+from async_rl.run.processes.resources import host_demands
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x", "eval.every_steps=5")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.driver.preflight import input_checks
-from async_rl.driver.resources import host_demands
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
+from async_rl.run.before_start.preflight import input_checks
+from async_rl.run.processes.resources import host_demands
 from rollout_server.engines.sglang.chat_server import chat_server_flags
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")

@@ -12,12 +12,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.config import Config
-from async_rl.config.check import SettingsError
-from async_rl.config.loading import dump_config, load_config
-from async_rl.config.schema import OTHER_NAMES, leaf_schemas
-from async_rl.config.yaml_text import read_yaml, write_yaml
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.config.check import SettingsError
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.schema import OTHER_NAMES, leaf_schemas
+from async_rl.base.config.yaml_text import read_yaml, write_yaml
+from async_rl.base.errors import ConfigError
 
 MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -252,7 +252,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, overrid
     assert message.startswith(override.partition("=")[0]) and f" {named}?" in message
 
 
-@pytest.mark.parametrize("override", ["algorithm.loss=no_such_module:loss", "rollout.engine=async_rl.types:Slot"])
+@pytest.mark.parametrize("override", ["algorithm.loss=no_such_module:loss", "rollout.engine=async_rl.base.types:Slot"])
 def test_a_part_from_outside_that_is_not_there_or_no_entry_is_refused_at_its_key(
     tmp_path: Path, override: str
 ) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import dump_config, load_config
-from async_rl.config.section import section
-from async_rl.errors import ConfigError
-from async_rl.seams import Advantage, Correction, Loss, TransportEntry
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.section import section
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import Advantage, Correction, Loss, TransportEntry
 
 BASE = ["model.path=none", "task.name=reasoning_gym/chain_sum", "rollout.engine=hf"]
 LOSS = "tests.extensions.loss:POLICY_GRADIENT"

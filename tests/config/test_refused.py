@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.check import SettingsError
-from async_rl.config.loading import load_config
-from async_rl.config.schema import leaf_schemas
-from async_rl.seams import Advantage, EngineEntry, Loss, TransportEntry
+from async_rl.base.config import Config
+from async_rl.base.config.check import SettingsError
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.schema import leaf_schemas
+from async_rl.base.seams import Advantage, EngineEntry, Loss, TransportEntry
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")
 SMALL_ENGINE = EngineEntry(

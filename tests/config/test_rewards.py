@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rl.config import TaskConfig
-from async_rl.config.loading import dump_config, load_config
+from async_rl.base.config import TaskConfig
+from async_rl.base.config.loading import dump_config, load_config
 
 BASE = ["model.path=x", "task.path=x.jsonl", "rollout.engine=hf"]
 SEVERAL = "task.rewards=[{reward: gsm8k}, {name: short, reward: 'my:SHORT', weight: -0.5, params: {limit: 3}}, {}]"

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from async_rl.base.config import Config
+from async_rl.base.config.schema import json_schema
 from async_rl.cli import main
-from async_rl.config import Config
-from async_rl.config.schema import json_schema
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.rglob("*.yaml"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.config.check import SettingsError
-from async_rl.config.loading import load_config
-from async_rl.seams import TransportEntry
+from async_rl.base.config.check import SettingsError
+from async_rl.base.config.loading import load_config
+from async_rl.base.seams import TransportEntry
 
 OWN_GPUS = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cuda",), needs_own_gpus=True)
 BASE = ("model.path=m", "task.name=reasoning_gym/x")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.config.presets import PRESETS
-from async_rl.config.unused import unused_settings
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.presets import PRESETS
+from async_rl.base.config.unused import unused_settings
 
 ROOT = Path(__file__).parents[2]
 FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"

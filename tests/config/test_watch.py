@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.check import SettingsError
-from async_rl.config.loading import load_config
-from async_rl.config.watch import RULES
-from async_rl.watcher import limits_of
+from async_rl.base.config.check import SettingsError
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.watch import RULES
+from async_rl.run.watch.watcher import limits_of
 from tests.kit.configs import make_config
 
 

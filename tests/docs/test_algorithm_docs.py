@@ -14,11 +14,11 @@ import pytest
 import torch
 import yaml
 
-from async_rl.config import AlgorithmConfig, KlConfig
-from async_rl.config.loading import dump_config, load_config
-from async_rl.config.presets import PRESETS
-from async_rl.errors import ConfigError
-from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
+from async_rl.base.config import AlgorithmConfig, KlConfig
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.presets import PRESETS
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

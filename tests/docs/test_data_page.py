@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
 from tests.kit.documents import DOCUMENTS, blocks

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from async_rl.base.config.loading import load_config
+from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.cli import main
-from async_rl.config.loading import load_config
-from async_rl.driver.dry_run import dry_run
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.run.before_start.dry_run import dry_run
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint

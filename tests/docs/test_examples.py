@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"

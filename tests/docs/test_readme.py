@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from tests.kit.configuration_page import PAGE, page
 from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run

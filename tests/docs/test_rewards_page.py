@@ -14,10 +14,10 @@ import yaml
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification
 
-from async_rl.config import Config, JudgePlacement
-from async_rl.config.loading import load_config
+from async_rl.base.config import Config, JudgePlacement
+from async_rl.base.config.loading import load_config
+from learner.loop.ranks import Ranks
 from learner.models.reward_model import RewardModel
-from learner.ranks import Ranks
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict

@@ -13,11 +13,11 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
+from async_rl.base.config.loading import load_config
 from async_rl.cli import main
-from async_rl.config.loading import load_config
-from async_rl.doctor.cluster import NodeReport, Probe, compare
-from async_rl.doctor.host import Check, examine_config
-from async_rl.driver.preflight import TASK
+from async_rl.run.before_start.preflight import TASK
+from async_rl.tools.doctor.cluster import NodeReport, Probe, compare
+from async_rl.tools.doctor.host import Check, examine_config
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 

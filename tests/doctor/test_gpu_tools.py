@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.doctor import host
-from async_rl.seams import ENGINES
+from async_rl.base.seams import ENGINES
+from async_rl.tools.doctor import host
 
 pytestmark = pytest.mark.processes
 

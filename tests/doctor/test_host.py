@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     Config,
     CriticConfig,
@@ -21,12 +21,12 @@ from async_rl.config import (
     TaskConfig,
     WeightSyncConfig,
 )
-from async_rl.doctor import host as doctor
-from async_rl.doctor.host import Check, examine, print_table
-from async_rl.driver.preflight import check_inputs
-from async_rl.errors import ConfigError
-from async_rl.seams import ENGINES
-from rollout_server.sandbox.bubblewrap import Bubblewrap
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import ENGINES
+from async_rl.run.before_start.preflight import check_inputs
+from async_rl.tools.doctor import host as doctor
+from async_rl.tools.doctor.host import Check, examine, print_table
+from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap
 from tests.kit.configs import make_config
 from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model

@@ -17,13 +17,8 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from async_rl.config import Limit, NetworkConfig
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.actors import BufferActor
-from async_rl.driver.placement import Reservation
-from async_rl.driver.ray_start import ray_messages_in
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import (
+from async_rl.base.config import Limit, NetworkConfig
+from async_rl.base.errors import (
     AsyncRLError,
     ConfigError,
     ProcessDiedError,
@@ -33,6 +28,11 @@ from async_rl.errors import (
     WaitTimeoutError,
     WeightSyncError,
 )
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.actors import BufferActor
+from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.ray_start import ray_messages_in
+from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import MarkedCommand, wait_until
 from tests.kit.configs import make_config
 from tests.kit.fake_actors import FakeReservation
@@ -185,10 +185,10 @@ MEMORY_KILL = """
 import os, sys, ray
 from pathlib import Path
 from typing import cast
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.signals import StopSignals
-from async_rl.config import Limit
-from async_rl.errors import ProcessKilledError
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.signals import StopSignals
+from async_rl.base.config import Limit
+from async_rl.base.errors import ProcessKilledError
 from tests.kit.fake_actors import FakeReservation
 
 class Idle:
@@ -222,8 +222,8 @@ def test_the_memory_monitor_of_ray_is_recognised_by_its_own_kill(tmp_path: Path)
 
 NICENESS = """
 import os, ray
-from async_rl.config import Config, ModelConfig, TaskConfig
-from async_rl.driver.ray_start import open_ray
+from async_rl.base.config import Config, ModelConfig, TaskConfig
+from async_rl.run.processes.ray_start import open_ray
 
 with open_ray(Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"))):
     print("niceness:", os.nice(0), ray.get(ray.remote(lambda: os.nice(0)).remote()))

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.driver.actors import LearnerActor, RolloutActor, share_of_cores
-from async_rl.driver.entering import Origin, see_own_gpus
-from async_rl.driver.judges import JudgeActor
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.run.processes.actors import LearnerActor, RolloutActor, share_of_cores
+from async_rl.run.processes.entering import Origin, see_own_gpus
+from async_rl.run.processes.judges import JudgeActor
 from tests.kit.configs import make_config
 
 

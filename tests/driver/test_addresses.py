@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rl.config import Config
-from async_rl.driver.addresses import check_addresses, check_server_reaches_learner
-from async_rl.driver.placement import Reservation, resolve_placement
-from async_rl.driver.preflight import input_checks
-from async_rl.driver.resources import host_demands
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.run.before_start.preflight import input_checks
+from async_rl.run.processes.addresses import check_addresses, check_server_reaches_learner
+from async_rl.run.processes.placement import Reservation, resolve_placement
+from async_rl.run.processes.resources import host_demands
 from tests.kit.configs import make_config
 
 

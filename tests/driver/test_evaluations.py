@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Limit
-from async_rl.driver.evaluations import RunningEvaluations
-from async_rl.driver.supervisor import RestartLimit
-from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
-from async_rl.messages.reports import EvaluationDone, EvaluationDue
-from async_rl.telemetry.metrics import Metric, reduce_metrics
+from async_rl.base.config import Limit
+from async_rl.base.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.base.messages.reports import EvaluationDone, EvaluationDue
+from async_rl.base.telemetry.metrics import Metric, reduce_metrics
+from async_rl.run.processes.supervisor import RestartLimit
+from async_rl.run.watch.evaluations import RunningEvaluations
 from tests.kit.configs import make_config
 
 Answer = Callable[[int, bool, tuple[int, int]], Awaitable[EvaluationDone]]

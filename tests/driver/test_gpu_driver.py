@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config import Config, RolloutPlacement
-from async_rl.driver import gpu_driver
-from async_rl.driver.actors import LearnerActor, RolloutActor
-from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
-from async_rl.driver.preflight import input_checks
-from async_rl.driver.resources import host_demands
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config, RolloutPlacement
+from async_rl.base.errors import ConfigError
+from async_rl.run.before_start.preflight import input_checks
+from async_rl.run.processes import gpu_driver
+from async_rl.run.processes.actors import LearnerActor, RolloutActor
+from async_rl.run.processes.gpu_driver import check_gpu_driver, check_shared_gpus
+from async_rl.run.processes.resources import host_demands
 from tests.kit.configs import make_config
 from tests.kit.gpus import pretend_gpus
 from tests.kit.placements import TWO_PAIRS, placed_on

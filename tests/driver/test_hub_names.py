@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.base.config import Config
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.models_and_data.hub import located, pinned
 from async_rl.cli import main
-from async_rl.config import Config
-from async_rl.config.loading import dump_config, load_config
-from async_rl.doctor.host import Check, examine_config
-from async_rl.driver.dry_run import dry_run
-from async_rl.storage.hub import located, pinned
-from async_rl.view.token_texts import find_tokenizer
+from async_rl.run.before_start.dry_run import dry_run
+from async_rl.tools.doctor.host import Check, examine_config
+from async_rl.tools.view.token_texts import find_tokenizer
 from tests.kit.hub import HubServer, open_hub
 from tests.kit.models import save_tiny_model
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.driver.run_log import RunLog
-from async_rl.driver.supervisor import Supervisor
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import make_config
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from async_rl.config import Config
-from async_rl.driver import memory
-from async_rl.driver.dry_run import dry_run
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.run.before_start import memory
+from async_rl.run.before_start.dry_run import dry_run
 from learner.memory import plan as plans
 from learner.memory import rank_memory
 from learner.memory.passes import PassMemory, measure_pass
@@ -285,7 +285,7 @@ def test_gpus_of_unknown_size_are_told_and_not_refused(model_folder: Path, monke
     monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 0)
     (caution,) = memory.check_memory(config)
     assert caution.startswith("memory: not checked")
-    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [caution])
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [caution])
     told = "not computed: the CUDA driver does not say how large this host's GPUs are"
     assert f"\n# memory\n# {told}\n\n# caution\n# {caution}\n" in dry_run(config)
 
@@ -333,7 +333,7 @@ def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.Monk
     def checked(config: Config, task: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", checked)
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", checked)
     text = dry_run(make_config(model_folder, rollout={"engine": "hf"}))
     assert re.search(r"\n# epochs of the training prompts, at least +0\.16 of 10000 prompts\n", text)
     assert "\n# memory\n# host: " in text and "#   policy: activations " in text

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from async_rl.config import Config, Limit
-from async_rl.config.loading import load_config
-from async_rl.driver.actors import LearnerActor
-from async_rl.driver.dry_run import dry_run
-from async_rl.driver.placement import Reservation, resolve_placement
-from async_rl.driver.resources import Host, host_demands
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config, Limit
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
 from async_rl.pipeline import check_cluster_memory
+from async_rl.run.before_start.dry_run import dry_run
+from async_rl.run.processes.actors import LearnerActor
+from async_rl.run.processes.placement import Reservation, resolve_placement
+from async_rl.run.processes.resources import Host, host_demands
 from learner.memory.plan import GIB
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
@@ -41,7 +41,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     character_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", found_none)
-    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: ["a caution of the inputs"])
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda *_: ["a caution of the inputs"])
     return load_config(ROOT / "configs" / "gsm8k_two_node.yaml", [
         f"model.path={tmp_path / 'model'}", "task.path=", "task.eval_path=", "task.name=reasoning_gym/chain_sum",
         "task.reward=", f"run.dir={tmp_path}",
@@ -112,9 +112,9 @@ def test_a_dry_run_on_a_cluster_of_one_gpu_has_the_share_that_the_start_has(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.nodes", list)
-    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [])
     hosts = [Host(name="10.0.0.1", cpus=16, gpus=1)]
-    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)
+    monkeypatch.setattr("async_rl.run.processes.placement.ray_hosts", lambda: hosts)
     config = make_config(tmp_path, staleness={"max": 2})
     has = 24e9 * 0.4 / GIB - 2 - 14 * config.max_running_replies * 151_936 / GIB
     with pytest.raises(ConfigError, match=rf"22\.35 GiB .*{has:.2f} GiB"):
@@ -149,6 +149,6 @@ def test_without_a_size_no_memory_of_other_hosts_is_told(two_nodes: Config) -> N
 
 def test_a_run_on_this_host_takes_no_size(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [])
     with pytest.raises(ConfigError, match="--gpu-gb is for runs over several hosts"):
         dry_run(make_config(model_folder), gpu_gb=80)

@@ -11,14 +11,14 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from async_rl.config import Limit
-from async_rl.driver import actor_group, placement
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.placement import Reservation
-from async_rl.driver.resources import Host, HostDemand
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, RewardError, WaitTimeoutError
-from async_rl.telemetry.status import Status
+from async_rl.base.config import Limit
+from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, RewardError, WaitTimeoutError
+from async_rl.base.telemetry.status import Status
+from async_rl.run.processes import actor_group, placement
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.resources import Host, HostDemand
+from async_rl.run.processes.signals import StopSignals
 from tests.kit.placements import TWO_NODES
 
 

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from async_rl.cli import main
-from async_rl.config import (
+from async_rl.base.config import (
     Config,
     LearnerPlacement,
     NetworkConfig,
     RolloutConfig,
     RolloutPlacement,
 )
-from async_rl.config.loading import load_config
-from async_rl.doctor.cluster import examine_nodes
-from async_rl.driver.dry_run import dry_run
-from async_rl.driver.placement import Reservation, explain, find_hosts, ray_bundles, reserve, resolve_placement
-from async_rl.driver.resources import Host, HostDemand, assign, host_demands
-from async_rl.driver.signals import StopSignals
-from async_rl.errors import ConfigError
-from async_rl.network import api_key, authorization, interface_of
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
+from async_rl.base.network import api_key, authorization, interface_of
+from async_rl.cli import main
+from async_rl.run.before_start.dry_run import dry_run
+from async_rl.run.processes.placement import Reservation, explain, find_hosts, ray_bundles, reserve, resolve_placement
+from async_rl.run.processes.resources import Host, HostDemand, assign, host_demands
+from async_rl.run.processes.signals import StopSignals
+from async_rl.tools.doctor.cluster import examine_nodes
 from buffer.protocol.keys import new_keys
 from tests.kit.configs import changed
 from tests.kit.gpus import pretend_gpus
@@ -277,10 +277,10 @@ def test_a_dry_run_checks_the_cluster_that_training_would_join(
     monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr("ray.shutdown", lambda: None)
     hosts = [Host(name="10.0.0.1", cpus=8, gpus=8), Host(name="10.0.0.2", cpus=8, gpus=8)]
-    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)
+    monkeypatch.setattr("async_rl.run.processes.placement.ray_hosts", lambda: hosts)
     assert {line.partition(":")[0] for line in explain(TWO_NODES, find_hosts(TWO_NODES))} == {"10.0.0.1", "10.0.0.2"}
     assert joined == ["auto"]
-    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts[:1])
+    monkeypatch.setattr("async_rl.run.processes.placement.ray_hosts", lambda: hosts[:1])
     with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
         explain(TWO_NODES, find_hosts(TWO_NODES))
 

@@ -16,19 +16,19 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from async_rl import pipeline
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     Config,
     KlConfig,
     LearnerPlacement,
     TaskConfig,
 )
-from async_rl.config.loading import load_config
-from async_rl.config.task_parts import SandboxConfig
-from async_rl.driver.dry_run import dry_run
-from async_rl.driver.preflight import check_inputs, check_names, input_checks
-from async_rl.errors import ConfigError
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.task_parts import SandboxConfig
+from async_rl.base.errors import ConfigError
 from async_rl.pipeline import run
+from async_rl.run.before_start.dry_run import dry_run
+from async_rl.run.before_start.preflight import check_inputs, check_names, input_checks
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 from tests.kit.configs import changed, make_config

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError
 
-from async_rl.driver.ray_start import NoClusterError, open_ray
-from async_rl.driver.resources import Host, assign, host_demands
-from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.base.errors import ConfigError, WaitTimeoutError
+from async_rl.run.processes.ray_start import NoClusterError, open_ray
+from async_rl.run.processes.resources import Host, assign, host_demands
 from tests.kit.configs import make_config
 from tests.kit.placements import TWO_NODES, placed_on
 
@@ -92,7 +92,7 @@ def test_a_cluster_that_asks_for_another_token_is_told_of(
 
 USES_RAY_TOO = """
 import os, ray
-from async_rl.driver.ray_start import open_ray
+from async_rl.run.processes.ray_start import open_ray
 from tests.kit.configs import make_config
 
 def answers():

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from async_rl.driver.run_log import RunLog
-from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of, write_training_state
-from async_rl.storage.run_dir import open_run_dir
-from async_rl.telemetry.metrics import Metric
-from async_rl.telemetry.timeline import Span
+from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, lineage_of, write_training_state
+from async_rl.base.run_dir.run_dir import open_run_dir
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.timeline import Span
+from async_rl.run.log.run_log import RunLog
 from tests.kit.configs import make_config
 from tests.kit.runs import logged
 

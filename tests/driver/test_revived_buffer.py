@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from async_rl.config import BufferConfig, TimeoutsConfig
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.run_log import RunLog
-from async_rl.errors import ProcessKilledError
+from async_rl.base.config import BufferConfig, TimeoutsConfig
+from async_rl.base.errors import ProcessKilledError
 from async_rl.pipeline import revive_buffer
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.processes.actor_group import ActorGroup
 from tests.kit.configs import make_config
 
 FIRST = ProcessKilledError("the buffer died")

@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 import pytest
 
-from async_rl.config import CheckpointConfig, EvalConfig, TimeoutsConfig
-from async_rl.driver import run_log, run_timeline
-from async_rl.driver.run_log import RunLog
-from async_rl.driver.run_results import RunResults
-from async_rl.driver.run_timeline import RunTimeline
-from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.telemetry.figures import Figures
-from async_rl.telemetry.metrics import Metric, read_metrics, reduce_metrics
-from async_rl.telemetry.timeline import Sample, Span, State, Usage
+from async_rl.base.config import CheckpointConfig, EvalConfig, TimeoutsConfig
+from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
+from async_rl.base.telemetry.figures import Figures
+from async_rl.base.telemetry.metrics import Metric, read_metrics, reduce_metrics
+from async_rl.base.telemetry.timeline import Sample, Span, State, Usage
+from async_rl.run.log import run_log, run_timeline
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.log.run_results import RunResults
+from async_rl.run.log.run_timeline import RunTimeline
 from tests.kit.configs import make_config
 from tests.kit.runs import logged
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from async_rl.driver.run_log import RunLog
-from async_rl.driver.run_watch import RunWatch
-from async_rl.driver.watchdog import Watchdog
-from async_rl.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.run_dir import is_complete, is_of_newest_end, open_run_dir
-from async_rl.storage.watch_events import answer_pause, newest_event, read_events
-from async_rl.telemetry.metrics import Metric
-from async_rl.telemetry.status import format_status
-from async_rl.telemetry.timeline import Span
+from async_rl.base.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
+from async_rl.base.run_dir.run_dir import is_complete, is_of_newest_end, open_run_dir
+from async_rl.base.run_dir.watch_events import answer_pause, newest_event, read_events
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.status import format_status
+from async_rl.base.telemetry.timeline import Span
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.processes.watchdog import Watchdog
+from async_rl.run.watch.run_watch import RunWatch
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import logged
 

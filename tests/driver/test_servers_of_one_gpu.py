@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, LearnerPlacement, RolloutPlacement
-from async_rl.driver import actors
-from async_rl.driver.placement import Reservation, resolve_placement, servers_per_gpu
-from async_rl.driver.resources import HostDemand, host_demands
+from async_rl.base.config import Config, LearnerPlacement, RolloutPlacement
 from async_rl.pipeline import start_processes
+from async_rl.run.processes import actors
+from async_rl.run.processes.placement import Reservation, resolve_placement, servers_per_gpu
+from async_rl.run.processes.resources import HostDemand, host_demands
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
 TWO_SERVERS = placed_on(rollout=RolloutPlacement(servers=2))

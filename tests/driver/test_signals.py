@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from async_rl import pipeline
-from async_rl.driver.run_control import RunControl
-from async_rl.driver.signals import StopSignals
+from async_rl.run.processes.run_control import RunControl
+from async_rl.run.processes.signals import StopSignals
 from tests.kit.configs import make_config
 
 

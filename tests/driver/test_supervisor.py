@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from async_rl.config import Limit, TimeoutsConfig
-from async_rl.driver import judges, watchdog
-from async_rl.driver import supervisor as supervision
-from async_rl.driver.supervisor import Supervisor
-from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.base.config import Limit, TimeoutsConfig
+from async_rl.base.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.base.telemetry.status import Status, format_status, write_status
 from async_rl.pipeline import close_buffer, evaluate_trained
-from async_rl.telemetry.status import Status, format_status, write_status
+from async_rl.run.processes import judges, watchdog
+from async_rl.run.processes import supervisor as supervision
+from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.fake_actors import Buffer, FakeRun, JudgeServer, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
@@ -306,7 +306,7 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
     start_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(servers=2)
-    monkeypatch.setattr("async_rl.driver.actor_group.STATUS_INTERVAL_S", 0.1)
+    monkeypatch.setattr("async_rl.run.processes.actor_group.STATUS_INTERVAL_S", 0.1)
     of_one: list[str] = []
 
     def note(folder: Path, statuses: Sequence[Status], text: str) -> None:
@@ -316,7 +316,7 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
             of_one.append(" ".join([words[0], *words[2:]]))
             run.tell("rollout-1-answers")
 
-    monkeypatch.setattr("async_rl.driver.actor_group.write_status", note)
+    monkeypatch.setattr("async_rl.run.processes.actor_group.write_status", note)
     run.tell("rollout-0-answers")
     servers = {name: actor for name, actor in run.processes.actors.items() if name.startswith("rollout")}
     calls = {name: actor.evaluate.remote(7, beside_training=False) for name, actor in servers.items()}

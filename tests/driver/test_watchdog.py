@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from async_rl.driver import watchdog
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.watchdog import Watchdog
-from async_rl.telemetry.status import Status
+from async_rl.base.telemetry.status import Status
+from async_rl.run.processes import watchdog
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.watchdog import Watchdog
 from tests.kit.configs import make_config
 
 

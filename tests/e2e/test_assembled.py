@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.errors import RewardError
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import RewardError
 from rollout_server.question import Question
 from tests.kit.assembled import run_assembled
 

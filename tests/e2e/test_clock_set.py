@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.telemetry.metrics import read_metrics
+from async_rl.base.telemetry.metrics import read_metrics
 from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e

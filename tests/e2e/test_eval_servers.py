@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.pipeline import run
-from async_rl.storage.checkpoints import checkpoint_folder
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.export import export
-from rollout_server.eval_command import evaluate_model
+from rollout_server.worker.eval_command import evaluate_model
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from tests.kit.assembled import run_assembled
 
 pytestmark = pytest.mark.e2e

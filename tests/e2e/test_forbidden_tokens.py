@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.storage.model_folder import forbidden_tokens
+from async_rl.base.config.loading import load_config
+from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from tests.kit.assembled import Run, run_assembled
 from tests.kit.engines.in_thread import EngineInThread
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import async_rl
-from async_rl.storage.checkpoints import list_checkpoints
+from async_rl.base.run_dir.checkpoints import list_checkpoints
 from tests.kit.documents import DOCUMENTS, ROOT, blocks
 from tests.kit.runs import logged
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from async_rl.base.config.loading import load_config
 from async_rl.cli import main
-from async_rl.config.loading import load_config
 from async_rl.pipeline import run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]

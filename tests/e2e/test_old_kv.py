@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.sweeps.machine import describe_machine
+from async_rl.base.config.loading import load_config
+from async_rl.tools.sweeps.machine import describe_machine
 from rollout_server.question import Question
 from tests.kit.assembled import run_assembled
 

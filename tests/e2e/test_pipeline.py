@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from async_rl.pipeline import run
 from tests.kit.models import save_tiny_model
 from tests.kit.runs import logged

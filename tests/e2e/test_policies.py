@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.config import BufferConfig, Config
-from async_rl.config.loading import load_config
+from async_rl.base.config import BufferConfig, Config
+from async_rl.base.config.loading import load_config
 from buffer.stored_group import DROP_REASONS
 from rollout_server.question import Question
 from tests.kit.assembled import Run, run_assembled

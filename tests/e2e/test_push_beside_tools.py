@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.seams.engines import UPDATE_POLICIES
+from async_rl.base.config.loading import load_config
+from async_rl.base.seams.engines import UPDATE_POLICIES
 from buffer.stored_group import DROP_REASONS
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step

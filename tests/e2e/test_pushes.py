@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
 from async_rl.pipeline import run
 from tests.kit.engines.noted_pushes import GLOO, expected_sums, noted
 from tests.kit.engines.vllm import needs_vllm, vllm

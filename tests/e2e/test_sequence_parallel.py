@@ -9,11 +9,11 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.run_dir.checkpoints import checkpoint_folder
+from async_rl.base.run_dir.log_ratios import FOLDER
 from async_rl.pipeline import run
-from async_rl.storage.checkpoints import checkpoint_folder
-from async_rl.storage.log_ratios import FOLDER
 from tests.kit.runs import logged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]

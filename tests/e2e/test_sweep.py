@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_rl.base.config.loading import text_override
+from async_rl.base.run_dir.checkpoints import list_checkpoints
+from async_rl.base.telemetry.metrics import read_metrics
 from async_rl.cli import main
-from async_rl.config.loading import text_override
-from async_rl.storage.checkpoints import list_checkpoints
-from async_rl.sweeps.records import read_record
-from async_rl.telemetry.metrics import read_metrics
+from async_rl.tools.sweeps.records import read_record
 from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e

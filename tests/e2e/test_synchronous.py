@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
 from rollout_server.question import Question
 from tests.kit.assembled import Run, run_assembled
 from tests.kit.engines.in_thread import EngineInThread

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from async_rl.base.config.loading import load_config
 from async_rl.cli import main
-from async_rl.config.loading import load_config
 from async_rl.pipeline import run
 from benchmarks.kill_matrix import kill_once
 from tests.kit.assembled import run_assembled

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.config.section import section
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.section import section
+from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints
+from async_rl.base.run_dir.watch_events import newest_event, read_events
+from async_rl.base.telemetry.status import format_status
+from async_rl.base.telemetry.summary_table import format_summary
 from async_rl.pipeline import run
-from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints
-from async_rl.storage.watch_events import newest_event, read_events
-from async_rl.telemetry.status import format_status
-from async_rl.telemetry.summary_table import format_summary
 from benchmarks.marked_command import MarkedCommand, wait_until
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, Score

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from async_rl.seams import Advantage
+from async_rl.base.seams import Advantage
 
 
 def win_rate(rewards: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from async_rl.seams import Correction
+from async_rl.base.seams import Correction
 
 
 def root_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:

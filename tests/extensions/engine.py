@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rl.config import Config
-from async_rl.config.section import section
-from async_rl.seams import EngineEntry
+from async_rl.base.config import Config
+from async_rl.base.config.section import section
+from async_rl.base.seams import EngineEntry
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.admin import SGLangAdmin

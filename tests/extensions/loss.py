@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from async_rl.config.section import section
-from async_rl.seams import Loss
+from async_rl.base.config.section import section
+from async_rl.base.seams import Loss
 from learner.algorithms.losses import LossInputs, LossOutput
 
 

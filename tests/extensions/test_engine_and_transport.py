@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config import Config, RunConfig, WeightSyncConfig
-from async_rl.driver.dry_run import dry_run
-from async_rl.errors import ConfigError
-from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.members import Members
-from async_rl.weights.server_admin import ServerAdmin
+from async_rl.base.config import Config, RunConfig, WeightSyncConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.weights import WeightPublisher, open_publisher
+from async_rl.base.weights.members import Members
+from async_rl.base.weights.server_admin import ServerAdmin
+from async_rl.run.before_start.dry_run import dry_run
 from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING
 from tests.extensions.transport import NewFolderTransport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from async_rl.pipeline import run
 
 OUTSIDE = [

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
-from async_rl.seams import TransportEntry
-from async_rl.weights import Transport
-from async_rl.weights.disk import write_weights
+from async_rl.base.seams import TransportEntry
+from async_rl.base.weights import Transport
+from async_rl.base.weights.disk import write_weights
 
 
 class NewFolderTransport(Transport):

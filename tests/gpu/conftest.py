@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_rl.config import Config
-from async_rl.network import agree_on_nccl
+from async_rl.base.config import Config
+from async_rl.base.network import agree_on_nccl
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.learner.served_batches import Note

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config import Config, EvalConfig, LoggingConfig, RunConfig, StalenessConfig
+from async_rl.base.config import Config, EvalConfig, LoggingConfig, RunConfig, StalenessConfig
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from async_rl.config import Config
-from learner.updater import Updater
+from async_rl.base.config import Config
+from learner.loop.updater import Updater
 from tests.kit.configs import changed
 from tests.kit.learner.random_batches import random_batch
 from tests.kit.learner.updates import values_of, weights_of

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
-from async_rl.config import Config
-from learner.updater import Updater
+from async_rl.base.config import Config
+from learner.loop.updater import Updater
 from tests.kit.configs import changed
 from tests.kit.learner.random_batches import gradients, random_batch
 from tests.kit.learner.served_batches import FLOAT32_OPEN, Note, learner_logprobs

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.config import Config, PlacementConfig, WeightSyncConfig
-from async_rl.weights import open_publisher
-from async_rl.weights.transport import serving_dtype
+from async_rl.base.config import Config, PlacementConfig, WeightSyncConfig
+from async_rl.base.weights import open_publisher
+from async_rl.base.weights.transport import serving_dtype
+from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
-from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread

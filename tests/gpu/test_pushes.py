@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config import Config, LoraConfig, PlacementConfig, WeightSyncConfig
-from async_rl.weights import open_publisher
-from async_rl.weights.transport import serving_dtype
+from async_rl.base.config import Config, LoraConfig, PlacementConfig, WeightSyncConfig
+from async_rl.base.weights import open_publisher
+from async_rl.base.weights.transport import serving_dtype
+from learner.loop.updater import Updater
 from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
-from learner.updater import Updater
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.noted_pushes import expected_sums

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from async_rl.config import Config, LearnerPlacement, PlacementConfig
-from async_rl.network import agree_on_nccl
-from learner.updater import Updater
+from async_rl.base.config import Config, LearnerPlacement, PlacementConfig
+from async_rl.base.network import agree_on_nccl
+from learner.loop.updater import Updater
 from tests.kit.configs import changed
 from tests.kit.learner.random_batches import gradients, random_batch
 

@@ -14,20 +14,20 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from async_rl.config import Config
-from async_rl.messages.reports import EvaluationDue, StepDone
-from async_rl.storage.model_folder import load_tokenizer
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.types import Batch
+from async_rl.base.config import Config
+from async_rl.base.messages.reports import EvaluationDue, StepDone
+from async_rl.base.models_and_data.model_folder import load_tokenizer
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.types import Batch
 from buffer.client import LearnerClient
 from buffer.protocol.keys import own_keys
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
-from learner.learner import Learner
+from learner.loop.learner import Learner
 from rollout_server.rewards.base import open_rewards
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
+from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.worker import Worker
 from tests.kit.engines.in_thread import EngineInThread
 
 

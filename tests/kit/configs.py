@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 
 
 def make_config(model: Path | str = "none", /, **sections: Any) -> Config:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.config.schema import json_schema
+from async_rl.base.config import Config
+from async_rl.base.config.schema import json_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -15,7 +15,7 @@ Every key with its type, its default and its meaning. A YAML file holds sections
 `section.key=value`, and `section.key=` clears a text. The value is YAML, but a text without quotes is taken as it
 stands, with ` #` and line breaks in it. A leading `~` in a path is the home directory; other relative paths start at
 the folder in which the command runs, not at that of the file. This page is made from the classes in
-`async_rl/config`: `python -m tests.kit.configuration_page`.
+`async_rl/base/config`: `python -m tests.kit.configuration_page`.
 """
 
 

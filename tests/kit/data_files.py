@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config, TaskConfig
+from async_rl.base.config import Config, TaskConfig
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.configs import make_config

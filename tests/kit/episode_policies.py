@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
 from buffer.stored_group import DROP_REASONS
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step

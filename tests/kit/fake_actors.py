@@ -13,22 +13,29 @@ from typing import Any, cast
 
 import ray
 
-from async_rl.config import (
+from async_rl.base.config import (
     Config,
     TimeoutsConfig,
 )
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.actors import learner_threads
-from async_rl.driver.entering import Origin
-from async_rl.driver.placement import Reservation
-from async_rl.driver.run_log import RunLog
-from async_rl.driver.signals import StopSignals
-from async_rl.driver.supervisor import Supervisor
-from async_rl.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
-from async_rl.messages.reports import EvaluationDone, EvaluationDue, LearnerReport, ServersLost, StepDone, WorkerReport
-from async_rl.telemetry.metrics import Metric
-from async_rl.telemetry.status import Status
-from async_rl.telemetry.timeline import Span
+from async_rl.base.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
+from async_rl.base.messages.reports import (
+    EvaluationDone,
+    EvaluationDue,
+    LearnerReport,
+    ServersLost,
+    StepDone,
+    WorkerReport,
+)
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.status import Status
+from async_rl.base.telemetry.timeline import Span
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.actors import learner_threads
+from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.signals import StopSignals
+from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import make_config
 
 STEPS = 1000

@@ -14,7 +14,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 IMPORTED = [
-    "learner.updater", "learner.pusher", "rollout_server.engines.hf.engine", "torch.distributed.fsdp",
+    "learner.loop.updater", "learner.loop.pusher", "rollout_server.engines.hf.engine", "torch.distributed.fsdp",
     "transformers.models.qwen2.modeling_qwen2",
 ]  # fmt: skip
 

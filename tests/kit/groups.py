@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.types import Batch, Group, Row, Slot
+from async_rl.base.types import Batch, Group, Row, Slot
 
 
 def make_row(

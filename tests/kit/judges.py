@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict

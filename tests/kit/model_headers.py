@@ -20,11 +20,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from async_rl.config import LearnerConfig, ModelConfig
+from async_rl.base.config import LearnerConfig, ModelConfig
+from learner.loop.ranks import Ranks
 from learner.memory.passes import LiveBytes
 from learner.models import loading
 from learner.models.policy import open_policy, shard
-from learner.ranks import Ranks
 
 QWEN2_5: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.config import Config, LearnerPlacement, RolloutPlacement
+from async_rl.base.config import Config, LearnerPlacement, RolloutPlacement
 from tests.kit.configs import make_config
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.config import Config
-from async_rl.seams import ENGINES
-from async_rl.weights import Transport, WeightPublisher
-from async_rl.weights.members import Member, Members
+from async_rl.base.config import Config
+from async_rl.base.seams import ENGINES
+from async_rl.base.weights import Transport, WeightPublisher
+from async_rl.base.weights.members import Member, Members
 from tests.kit.configs import make_config
 
 CPU = torch.device("cpu")

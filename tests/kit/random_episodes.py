@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from async_rl.messages.limits import Limits
-from async_rl.types import EpisodeFacts, Group, Row, Slot
+from async_rl.base.messages.limits import Limits
+from async_rl.base.types import EpisodeFacts, Group, Row, Slot
 
 MAX_ROWS, MAX_ROW_TURNS, MAX_CONTEXT, MAX_REPLY = 3, 3, 3, 4
 LIMITS = Limits(

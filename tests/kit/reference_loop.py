@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import Config
-from async_rl.storage.model_folder import load_tokenizer, policy_lr
-from async_rl.types import Batch, Group, Prompt
+from async_rl.base.config import Config
+from async_rl.base.models_and_data.model_folder import load_tokenizer, policy_lr
+from async_rl.base.types import Batch, Group, Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from rollout_server.rewards.base import open_rewards

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from async_rl.config import Config, RewardConfig
-from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.base.config import Config, RewardConfig
+from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:

@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.messages.reports import WorkerReport
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.types import Batch
+from async_rl.base.config import Config
+from async_rl.base.messages.reports import WorkerReport
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.types import Batch
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward
 from rollout_server.rewards.contract import Reward
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
+from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.worker import Worker
 from tests.kit.buffer.serving import serving
 from tests.kit.engines.fakes import TOKENIZER
 

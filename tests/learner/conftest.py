@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from async_rl.types import Batch
-from learner import learner as learner_module
-from learner import pusher as pusher_module
-from learner.learner import Learner
+from async_rl.base.types import Batch
+from learner.loop import learner as learner_module
+from learner.loop import pusher as pusher_module
+from learner.loop.learner import Learner
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config import AlgorithmConfig, StalenessConfig
-from async_rl.errors import StalenessError
-from async_rl.types import Batch
+from async_rl.base.config import AlgorithmConfig, StalenessConfig
+from async_rl.base.errors import StalenessError
+from async_rl.base.types import Batch
 from learner.algorithms.objective import Objective
-from learner.batches import check_bound, check_staleness
+from learner.loop.batches import check_bound, check_staleness
+from learner.loop.updater import Updater
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_minibatch

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import NothingToLearnError
-from learner.batches import NoBatch, Taken, ask_buffer, await_push, share_taken
+from async_rl.base.errors import NothingToLearnError
+from learner.loop.batches import NoBatch, Taken, ask_buffer, await_push, share_taken
 
 
 @pytest.mark.parametrize("taken", [

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.fsdp import FSDPModule
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     CriticConfig,
     EvalConfig,
@@ -23,13 +23,13 @@ from async_rl.config import (
     ModelConfig,
     TimeoutsConfig,
 )
-from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
-from async_rl.messages.reports import EvaluationDue
-from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
-from learner.checkpointing import Checkpointer
-from learner.evaluations import EvalSchedule
-from learner.learner import Learner
-from learner.updater import Updater
+from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError
+from async_rl.base.messages.reports import EvaluationDue
+from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
+from learner.loop.checkpointing import Checkpointer
+from learner.loop.evaluations import EvalSchedule
+from learner.loop.learner import Learner
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_a_gpu_is_resumed_on_a_cpu_and_the_other_way_round(
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: GPU_STATE)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append(state.clone()))
     pageable = StagingOptions(False, False, False, False)
-    monkeypatch.setattr("learner.checkpointing.StagingOptions", lambda **_: pageable)  # no CUDA is here to pin memory
+    monkeypatch.setattr("learner.loop.checkpointing.StagingOptions", lambda **_: pageable)  # no CUDA here
     on = {kind: Checkpointer(updater.config, updater.optimizers, torch.device(kind)) for kind in ("cpu", "cuda")}
     drawn = {}
     for kind, checkpointer in on.items():
@@ -231,7 +231,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert (state.version, state.lineage) == (2, 0)
 
     publisher.calls.clear()
-    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/resuming.py
+    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/base/run_dir/resuming.py
     fake_buffer.calls = publisher.calls
     reports = list(open_run(5, run={"name": "a", "resume": checkpoint_folder(tmp_path / "a", 2)}, **every).run())
     assert [(report.version, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]

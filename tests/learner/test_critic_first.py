@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.updater import Updater
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import values_of, weights_of

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
-from async_rl.storage.checkpoints import checkpoint_folder
-from learner import pusher as pusher_module
-from learner.evaluations import EvalSchedule
-from learner.learner import Learner
+from async_rl.base.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
+from async_rl.base.run_dir.checkpoints import checkpoint_folder
+from learner.loop import pusher as pusher_module
+from learner.loop.evaluations import EvalSchedule
+from learner.loop.learner import Learner
 from tests.kit.configs import learner_config
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 

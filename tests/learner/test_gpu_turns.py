@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from async_rl.config import (
+from async_rl.base.config import (
     Limit,
 )
-from async_rl.driver.actors import LearnerActor
-from async_rl.errors import WaitTimeoutError
-from learner.driver_requests import GpuTurns
-from learner.learner import Learner
+from async_rl.base.errors import WaitTimeoutError
+from async_rl.run.processes.actors import LearnerActor
+from learner.loop.driver_requests import GpuTurns
+from learner.loop.learner import Learner
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
 SOON, LATE = Limit(0.02, "timeouts.batch_s"), Limit(10.0, "timeouts.batch_s")

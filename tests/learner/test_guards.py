@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
@@ -22,9 +22,9 @@ from async_rl.config import (
     MasksConfig,
     ModelConfig,
 )
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.types import Batch
-from learner.updater import Updater
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.types import Batch
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs, values_of, weights_of

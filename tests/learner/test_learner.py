@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import (
+from async_rl.base.config import (
     Config,
     RolloutConfig,
     RunConfig,
     StalenessConfig,
     TimeoutsConfig,
 )
-from async_rl.errors import NothingToLearnError, StalenessError
-from async_rl.messages.reports import EvaluationDue, StepDone, TrainingEnded
-from async_rl.storage.checkpoints import list_checkpoints
+from async_rl.base.errors import NothingToLearnError, StalenessError
+from async_rl.base.messages.reports import EvaluationDue, StepDone, TrainingEnded
+from async_rl.base.run_dir.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
-from learner import learner as learner_module
+from learner.loop import learner as learner_module
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner, pushed_bytes

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import AlgorithmConfig, RunConfig
-from async_rl.storage.log_ratios import FOLDER, read_log_ratios
-from async_rl.types import Batch
-from learner.log_ratios import LogRatioRecorder
-from learner.updater import Updater
+from async_rl.base.config import AlgorithmConfig, RunConfig
+from async_rl.base.run_dir.log_ratios import FOLDER, read_log_ratios
+from async_rl.base.types import Batch
+from learner.loop.log_ratios import LogRatioRecorder
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import OpenRun

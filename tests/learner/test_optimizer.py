@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config import LoraConfig, ModelConfig
-from async_rl.errors import ConfigError
-from learner.optimizer import decayed
-from learner.optimizer_choice import check_optimizer
-from learner.updater import Updater
+from async_rl.base.config import LoraConfig, ModelConfig
+from async_rl.base.errors import ConfigError
+from learner.loop.optimizer import decayed
+from learner.loop.optimizer_choice import check_optimizer
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import values_of, weights_of
@@ -124,7 +124,7 @@ def test_the_weight_change_is_that_of_all_steps_of_an_update(
     config = learner_config(tiny_model_path, learner={"lr": 1e-3}, algorithm={"epochs": 2})
     changes = []
     for sample in (1 << 30, 1000):  # all weights, and some
-        monkeypatch.setattr("learner.optimizer.SAMPLE", sample)
+        monkeypatch.setattr("learner.loop.optimizer.SAMPLE", sample)
         updater = Updater(config, CPU)
         before = weights_of(updater)
         changes.append(values_of(updater.update(make_batch()))["policy/weight_change"])

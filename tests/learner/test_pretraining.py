@@ -13,14 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import Config
-from async_rl.config.check import SettingsError
-from async_rl.errors import ConfigError
-from async_rl.types import Batch
+from async_rl.base.config import Config
+from async_rl.base.config.check import SettingsError
+from async_rl.base.errors import ConfigError
+from async_rl.base.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
+from learner.loop.updater import Updater
 from learner.models.tiny_model import character_tokenizer
-from learner.pretraining import PretrainingTerm, read_texts
-from learner.updater import Updater
+from learner.stages.pretraining import PretrainingTerm, read_texts
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.updates import values_of

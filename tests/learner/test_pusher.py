@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
-from async_rl.seams import TransportEntry
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.weights.members import Member
-from learner.learner import Learner
-from learner.updater import Updater
+from async_rl.base.messages.reports import EvaluationDue, ServersLost, StepDone
+from async_rl.base.seams import TransportEntry
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.weights.members import Member
+from learner.loop.learner import Learner
+from learner.loop.updater import Updater
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes, until_someone_waits
 
 

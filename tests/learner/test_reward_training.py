@@ -19,14 +19,14 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from async_rl.config import Config, RewardModelConfig
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.messages.reports import StepDone
+from async_rl.base.config import Config, RewardModelConfig
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.messages.reports import StepDone
+from learner.loop.ranks import Ranks
 from learner.models import loading
 from learner.models.reward_model import RewardModel, RewardRow, RewardRows, Scorer
 from learner.models.tiny_model import character_tokenizer
-from learner.ranks import Ranks
-from learner.reward_training import (
+from learner.stages.reward_training import (
     Comparison,
     RewardData,
     backward,

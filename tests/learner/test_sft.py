@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import Config
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.base.config import Config
+from async_rl.base.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
-from learner.sft import Demonstration, answer_demonstration, backward, base_tokenizer, lr_factor, train_sft
+from learner.stages.sft import Demonstration, answer_demonstration, backward, base_tokenizer, lr_factor, train_sft
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 

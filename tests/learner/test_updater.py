@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     Config,
     CriticConfig,
@@ -26,9 +26,9 @@ from async_rl.config import (
     RunConfig,
     StalenessConfig,
 )
-from async_rl.types import Batch
+from async_rl.base.types import Batch
+from learner.loop.updater import Updater
 from learner.models.token_scores import LOGITS_BYTES
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch

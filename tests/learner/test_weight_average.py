@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config import ModelConfig
-from async_rl.config.check import SettingsError
-from async_rl.config.loading import dump_config
-from async_rl.messages.reports import TrainingEnded
-from async_rl.storage.checkpoints import checkpoint_folder
+from async_rl.base.config import ModelConfig
+from async_rl.base.config.check import SettingsError
+from async_rl.base.config.loading import dump_config
+from async_rl.base.messages.reports import TrainingEnded
+from async_rl.base.run_dir.checkpoints import checkpoint_folder
+from learner.loop.updater import Updater
 from learner.models.export import export
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.checkpointed import train

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.errors import WireError
-from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
-from async_rl.messages.limits import Limits
-from async_rl.types import Row, Slot
+from async_rl.base.errors import WireError
+from async_rl.base.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
+from async_rl.base.messages.limits import Limits
+from async_rl.base.types import Row, Slot
 from tests.kit.groups import assert_same, make_group, make_row
 
 LIMITS = Limits(

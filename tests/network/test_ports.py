@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.network import open_store
-from async_rl.network.ports import check_ports, network_of, open_listener
+from async_rl.base.errors import ConfigError
+from async_rl.base.network import open_store
+from async_rl.base.network.ports import check_ports, network_of, open_listener
 from buffer.server import BufferSocket
 from rollout_server.engines.server_process import free_port
 from tests.kit.configs import make_config

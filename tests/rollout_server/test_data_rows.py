@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from async_rl.base.config import BufferConfig, Config, TaskConfig
+from async_rl.base.errors import RewardError
 from async_rl.cli import main
-from async_rl.config import BufferConfig, Config, TaskConfig
-from async_rl.errors import RewardError
 from buffer.journal.journal import FILE_NAME
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import TaskConfig
-from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.base.config import TaskConfig
+from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode
-from rollout_server.scored_player import EpisodeLog
+from rollout_server.worker.scored_player import EpisodeLog
 from tests.kit.configs import make_config
 from tests.kit.episodes.scripted_env import MORE, Scripted, played
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.messages.reports import EvaluationDone, WorkerReport
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.telemetry.timeline import Usage
+from async_rl.base.config import Config
+from async_rl.base.messages.reports import EvaluationDone, WorkerReport
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.timeline import Usage
 from rollout_server.engines.base import Purpose
-from rollout_server.eval_worker import EvalWorker
 from rollout_server.question import Question
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
+from rollout_server.worker.eval_worker import EvalWorker
+from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.worker import plain_reward

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from async_rl.base.config import TaskConfig
+from async_rl.base.errors import ConfigError
 from async_rl.cli import main
-from async_rl.config import TaskConfig
-from async_rl.errors import ConfigError
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.configs import make_config, worker_config

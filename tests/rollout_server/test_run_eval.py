@@ -12,15 +12,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.base.config import Config, EvalConfig
+from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.types import Prompt
 from async_rl.cli import main
-from async_rl.config import Config, EvalConfig
-from async_rl.errors import ConfigError, RewardError
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.types import Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.episode import Episode
-from rollout_server.run_eval import (
+from rollout_server.tasks.base import open_task
+from rollout_server.worker.run_eval import (
     Evaluation,
     GoldRewards,
     at_k_metrics,
@@ -29,8 +30,7 @@ from rollout_server.run_eval import (
     source_metrics,
     version_metrics,
 )
-from rollout_server.tasks.base import open_task
-from rollout_server.worker_stats import WorkerStats
+from rollout_server.worker.worker_stats import WorkerStats
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER
 from tests.kit.models import save_tiny_model
@@ -228,6 +228,6 @@ def test_the_eval_command_says_why_answers_failed_and_starts_no_folder_of_a_run(
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=2"]) == 0
-    (note,) = [record.message for record in caplog.records if record.name == "rollout_server.eval_command"]
+    (note,) = [record.message for record in caplog.records if record.name == "rollout_server.worker.eval_command"]
     assert note.startswith("rollout/0: ") and "KeyError" in note
     assert not (tmp_path / "later").exists()

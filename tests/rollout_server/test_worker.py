@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.errors import RewardError
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.telemetry.timeline import Usage
+from async_rl.base.errors import RewardError
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.timeline import Usage
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
+from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.engines.replies import request_for

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.errors import RewardError
-from async_rl.telemetry.status import Status
-from rollout_server.worker import Worker
+from async_rl.base.config import Config
+from async_rl.base.errors import RewardError
+from async_rl.base.telemetry.status import Status
+from rollout_server.worker.worker import Worker
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TalkingEngine
 from tests.kit.episodes.envs_and_agents import CASES, no_reward

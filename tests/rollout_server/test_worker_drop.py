@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.config import StalenessConfig
-from async_rl.types import Prompt
+from async_rl.base.config import StalenessConfig
+from async_rl.base.types import Prompt
 from buffer.client import LearnerClient, WorkerClient
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
+from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.worker import Worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.kit.configs import worker_config
 from tests.kit.engines.fakes import EchoEngine

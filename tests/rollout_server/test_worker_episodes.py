@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
-from async_rl.errors import ConfigError, RewardError
-from async_rl.types import Group
+from async_rl.base.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.types import Group
 from buffer.client import LearnerClient
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.scored_player import EpisodeLog, ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
+from rollout_server.worker.scored_player import EpisodeLog, ScoredPlayer
+from rollout_server.worker.worker import Worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow

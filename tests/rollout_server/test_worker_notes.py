@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import TaskConfig
-from async_rl.errors import NothingToLearnError
+from async_rl.base.config import TaskConfig
+from async_rl.base.errors import NothingToLearnError
 from rollout_server.question import Question
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import EchoEngine

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from async_rl.config import Config, TimeoutsConfig
-from async_rl.errors import RewardError
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.telemetry.status import Status
+from async_rl.base.config import Config, TimeoutsConfig
+from async_rl.base.errors import RewardError
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.status import Status
 from rollout_server.question import Question
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
+from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.worker import metric_values, plain_reward, rolled_out

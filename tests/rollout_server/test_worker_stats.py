@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.telemetry.metrics import reduce_metrics
-from async_rl.telemetry.timeline import Usage
-from rollout_server.worker_stats import WorkerStats
+from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.timeline import Usage
+from rollout_server.worker.worker_stats import WorkerStats
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("rollout_server.worker_stats.time", clock)
+    monkeypatch.setattr("rollout_server.worker.worker_stats.time", clock)
     return clock
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.seams import doc_pages
-from async_rl.seams.doc_pages import doc_page
+from async_rl.base.seams import doc_pages
+from async_rl.base.seams.doc_pages import doc_page
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("async_rl", "buffer", "learner", "rollout_server")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams.extras import EXTRAS
 from async_rl.cli import main
-from async_rl.errors import ConfigError
-from async_rl.seams.extras import EXTRAS
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
 from tests.kit.documents import ROOT

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.seams import import_object
-from async_rl.seams.user_modules import (
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import import_object
+from async_rl.base.seams.user_modules import (
     OWN_PACKAGES,
     PROJECT,
     check_module_names,

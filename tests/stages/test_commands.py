@@ -13,13 +13,13 @@ import yaml
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification
 
+from async_rl.base.config.loading import load_config
+from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.cli import main
-from async_rl.config.loading import load_config
-from async_rl.storage.model_folder import load_tokenizer
-from learner import reward_training
+from learner.loop.ranks import Ranks
 from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
-from learner.ranks import Ranks
+from learner.stages import reward_training
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_bare_reward_model, save_tiny_model, save_tool_model
 

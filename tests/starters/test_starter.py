@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from async_rl.base.config.loading import load_config
+from async_rl.base.seams import import_object
 from async_rl.cli import main
-from async_rl.config.loading import load_config
-from async_rl.seams import import_object
-from async_rl.starters.quickstart.spelling import letters_in_place
-from async_rl.starters.starter import STARTERS
+from async_rl.tools.starters.quickstart.spelling import letters_in_place
+from async_rl.tools.starters.starter import STARTERS
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
 from tests.kit.documents import ROOT
@@ -69,7 +69,7 @@ def test_the_spelling_reward_grows_with_each_letter_in_its_place() -> None:
     ("response", "reward"), [("so it is 1,234.", 1), ("12 and 1234.0", 1), ("1234 or 7", 0), ("none", 0)]
 )
 def test_the_reward_of_the_math_example_reads_the_last_number(response: str, reward: float) -> None:
-    from async_rl.starters.math.answers import last_number
+    from async_rl.tools.starters.math.answers import last_number
 
     assert last_number(question("1234"), response) == reward
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import CheckpointConfig
-from async_rl.driver.preflight import input_checks
-from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import (
+from async_rl.base.config import CheckpointConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.checkpoints import (
     FORMAT,
     checkpoint_folder,
     find_checkpoint,
@@ -25,6 +24,7 @@ from async_rl.storage.checkpoints import (
     to_remove,
     write_training_state,
 )
+from async_rl.run.before_start.preflight import input_checks
 from tests.kit.configs import make_config
 from tests.kit.runs import make_checkpoint, training_state
 

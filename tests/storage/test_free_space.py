@@ -12,12 +12,12 @@ import ray
 import yaml
 from safetensors.torch import load_file
 
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir import free_space as disk
+from async_rl.base.run_dir.free_space import full_disk_named
+from async_rl.base.run_dir.run_dir import new_run_dir
 from async_rl.cli import main
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.storage import free_space as disk
-from async_rl.storage.free_space import full_disk_named
-from async_rl.storage.run_dir import new_run_dir
 from learner.memory.networks import checkpoint_bytes
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from async_rl.config import Config
-from async_rl.config.loading import dump_config, load_config
-from async_rl.errors import ConfigError
-from async_rl.storage.hub import (
+from async_rl.base.config import Config
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import (
     NotInCacheError,
     cached_folder,
     check_login,
@@ -24,8 +24,8 @@ from async_rl.storage.hub import (
     pinned,
     upload_model,
 )
-from async_rl.storage.hub_names import LEARNER_KEYS, SERVER_KEYS, find_model, with_absolute_paths
-from async_rl.storage.model_folder import check_model_folder
+from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS, find_model, with_absolute_paths
+from async_rl.base.models_and_data.model_folder import check_model_folder
 from tests.kit.configs import make_config
 from tests.kit.hub import HubServer, open_hub, use_hub
 from tests.kit.models import save_tiny_model
@@ -211,7 +211,8 @@ def test_processes_of_a_host_download_once(hub: HubServer, tmp_path: Path) -> No
     files = next(iter(hub.models[NAME].commits.values()))
     hub.models[NAME].commit({**files, "model.safetensors": files["model.safetensors"] + bytes(30_000_000)})
     program = (
-        "from async_rl.config.loading import load_config; from async_rl.storage.hub import located, pinned; "
+        "from async_rl.base.config.loading import load_config\n"
+        "from async_rl.base.models_and_data.hub import located, pinned\n"
         f"config = load_config(None, ['model.path={NAME}', 'task.name=reasoning_gym/chain_sum']); "
         "print(located(pinned(config)).model.path)"
     )

@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
-from async_rl.storage.hub import NotInCacheError, data_files, pinned
-from async_rl.storage.hub_names import find_data, hub_repos
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import NotInCacheError, data_files, pinned
+from async_rl.base.models_and_data.hub_names import find_data, hub_repos
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.hub import HubServer, open_hub, use_hub

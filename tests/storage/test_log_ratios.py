@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.storage.log_ratios import (
+from async_rl.base.config.loading import load_config
+from async_rl.base.run_dir.log_ratios import (
     FOLDER,
     MAX_WAITING,
     LogRatioWriter,

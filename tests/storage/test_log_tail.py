@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.placement import Reservation
-from async_rl.driver.signals import StopSignals
-from async_rl.storage.log_tail import TAIL_LINES, log_tail, split_tails
+from async_rl.base.run_dir.log_tail import TAIL_LINES, log_tail, split_tails
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.signals import StopSignals
 from tests.kit.fake_actors import FakeReservation
 
 IMPORTS = """\

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, Mamba2Config
 
-from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import (
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import (
     check_model_folder,
     check_trainable,
     end_tokens,

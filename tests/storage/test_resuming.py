@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config, LoraConfig
-from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import (
+from async_rl.base.config import Config, LoraConfig
+from async_rl.base.errors import ConfigError, WaitTimeoutError
+from async_rl.base.run_dir.checkpoints import (
     check_newest,
     checkpoint_folder,
     find_checkpoint,
     list_checkpoints,
     model_folder,
 )
-from async_rl.storage.resuming import config_file, undo_resume, write_config
-from async_rl.storage.run_dir import open_run_dir
+from async_rl.base.run_dir.resuming import config_file, undo_resume, write_config
+from async_rl.base.run_dir.run_dir import open_run_dir
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from async_rl.driver.preflight import check_inputs, input_checks
-from async_rl.errors import ConfigError
-from async_rl.storage.model_loading import usable_positions
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_loading import usable_positions
+from async_rl.run.before_start.preflight import check_inputs, input_checks
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.models import save_bare_reward_model, save_tiny_model

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import checkpoint_folder
-from async_rl.storage.resuming import write_config
-from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError, WaitTimeoutError
+from async_rl.base.run_dir.checkpoints import checkpoint_folder
+from async_rl.base.run_dir.resuming import write_config
+from async_rl.base.run_dir.run_dir import find_run, is_complete, new_run_dir, open_run_dir
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
 

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from async_rl.storage.unlogged_steps import (
+from async_rl.base.run_dir.unlogged_steps import (
     LEAST_STEPS,
     RecentSteps,
     missing_steps,
@@ -14,7 +14,7 @@ from async_rl.storage.unlogged_steps import (
     restored_records,
     write_step_metrics,
 )
-from async_rl.telemetry.figures import over_steps, seconds_at
+from async_rl.base.telemetry.figures import over_steps, seconds_at
 
 
 def test_the_last_steps_are_kept_and_a_step_once() -> None:

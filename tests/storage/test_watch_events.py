@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import checkpoint_before, checkpoint_folder
-from async_rl.storage.watch_events import (
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_folder
+from async_rl.base.run_dir.watch_events import (
     Kind,
     WatchEvent,
     accepted_rules,

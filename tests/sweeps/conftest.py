@@ -11,7 +11,7 @@ from tests.kit.sweeps import make_sweep
 @pytest.fixture(scope="session", autouse=True)
 def small_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("async_rl.sweeps.plots.DPI", 20)
+        patch.setattr("async_rl.tools.sweeps.plots.DPI", 20)
         yield
 
 

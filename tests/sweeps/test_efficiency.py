@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.sweeps.efficiency import (
+from async_rl.tools.sweeps.efficiency import (
     LARGEST,
     Evaluations,
     SynchronousCurve,
@@ -19,7 +19,7 @@ from async_rl.sweeps.efficiency import (
     per_seed,
     why_unknown,
 )
-from async_rl.sweeps.statistics import estimate
+from async_rl.tools.sweeps.statistics import estimate
 
 
 def run(accuracy: Callable[[float], float], every: int = 30, steps: int = 120) -> Evaluations:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
-from async_rl.sweeps.report import prediction
-from async_rl.sweeps.results import read_runs
-from async_rl.sweeps.settings import settings_of
+from async_rl.base.errors import ConfigError
+from async_rl.tools.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
+from async_rl.tools.sweeps.report import prediction
+from async_rl.tools.sweeps.results import read_runs
+from async_rl.tools.sweeps.settings import settings_of
 from buffer.simulate import Workload, simulate
 from tests.kit.sweeps import make_sweep
 

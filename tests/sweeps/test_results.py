@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import TAIL, read_run, read_runs
-from async_rl.sweeps.tables import tables_in
+from async_rl.base.errors import ConfigError
+from async_rl.tools.sweeps.report import write_report
+from async_rl.tools.sweeps.results import TAIL, read_run, read_runs
+from async_rl.tools.sweeps.tables import tables_in
 from tests.kit.runs import logged
 
 

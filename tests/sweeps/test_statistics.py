@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from async_rl.sweeps.statistics import estimate, holm, p_value, ratio_interval, ratio_text, stratified
+from async_rl.tools.sweeps.statistics import estimate, holm, p_value, ratio_interval, ratio_text, stratified
 
 
 def test_an_estimate_is_mean_and_standard_error() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.sweeps.cells import key_axis
+from async_rl.tools.sweeps.cells import key_axis
 from tests.kit.sweeps import base_yaml
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
-from async_rl.telemetry.metrics import MetricsLogger
-from async_rl.telemetry.trackers import TABLE_EVERY_S, WandbRun
+from async_rl.base.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
+from async_rl.base.telemetry.metrics import MetricsLogger
+from async_rl.base.telemetry.trackers import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.learner.batches import make_batch

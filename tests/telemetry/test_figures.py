@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import load_config
-from async_rl.driver.run_log import RunLog
-from async_rl.messages.reports import StepDone, WorkerReport
-from async_rl.storage.resuming import write_config
-from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import read_runs
-from async_rl.telemetry.figures import KINDS, kind_of, over_steps, seconds_at
-from async_rl.telemetry.metrics import Metric, read_metrics
-from async_rl.telemetry.status import NORMAL_END, write_status
-from async_rl.telemetry.summary_table import format_summary
-from async_rl.telemetry.timeline import Span
+from async_rl.base.config.loading import load_config
+from async_rl.base.messages.reports import StepDone, WorkerReport
+from async_rl.base.run_dir.resuming import write_config
+from async_rl.base.telemetry.figures import KINDS, kind_of, over_steps, seconds_at
+from async_rl.base.telemetry.metrics import Metric, read_metrics
+from async_rl.base.telemetry.status import NORMAL_END, write_status
+from async_rl.base.telemetry.summary_table import format_summary
+from async_rl.base.telemetry.timeline import Span
+from async_rl.run.log.run_log import RunLog
+from async_rl.tools.sweeps.report import write_report
+from async_rl.tools.sweeps.results import read_runs
 from tests.kit.view.client import Client
 
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)

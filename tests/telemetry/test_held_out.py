@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from async_rl.telemetry.held_out import by_name, named_results
-from async_rl.telemetry.metrics import format_step
+from async_rl.base.telemetry.held_out import by_name, named_results
+from async_rl.base.telemetry.metrics import format_step
 
 VALUES = {
     "eval/accuracy": 0.5, "eval/accuracy/math": 0.25, "eval/accuracy/openai/gsm8k": 0.75,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.driver.gpu_driver import taken_gpus
-from async_rl.telemetry import nvml
-from async_rl.telemetry.nvml import GpuSampler, shares_in_use
+from async_rl.base.telemetry import nvml
+from async_rl.base.telemetry.nvml import GpuSampler, shares_in_use
+from async_rl.run.processes.gpu_driver import taken_gpus
 
 SLOW, FAST = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 BY_PCI_BUS = [SLOW, FAST]

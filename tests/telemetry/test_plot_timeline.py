@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from async_rl.telemetry.plot_timeline import STATE_COLORS, plot_timeline
-from async_rl.telemetry.timeline import STATES, Span
+from async_rl.base.telemetry.plot_timeline import STATE_COLORS, plot_timeline
+from async_rl.base.telemetry.timeline import STATES, Span
 
 
 def test_every_state_has_a_colour_of_its_own() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli import main
-from async_rl.telemetry.status import (
+from async_rl.base.telemetry.status import (
     NORMAL_END,
     RUNNING,
     STALE_S,
@@ -18,6 +17,7 @@ from async_rl.telemetry.status import (
     state_of,
     write_status,
 )
+from async_rl.cli import main
 
 
 def test_a_status_says_who_waits_on_whom_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.driver.run_log import RunLog
-from async_rl.messages.reports import EvaluationDone, TrainingEnded
-from async_rl.telemetry.metrics import Metric, MetricsLogger
+from async_rl.base.config import Config
+from async_rl.base.messages.reports import EvaluationDone, TrainingEnded
+from async_rl.base.telemetry.metrics import Metric, MetricsLogger
+from async_rl.run.log.run_log import RunLog
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.telemetry.timeline import PRIORITY, STATES, Sample, Span, State, Timeline, Usage, state_changes
+from async_rl.base.telemetry.timeline import PRIORITY, STATES, Sample, Span, State, Timeline, Usage, state_changes
 
 POOL = "learner/0"
 times = st.floats(0, 100, allow_nan=False)

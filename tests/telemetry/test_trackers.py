@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.telemetry.examples import ExampleTable
-from async_rl.telemetry.metrics import MetricsLogger, read_metrics
-from async_rl.telemetry.trackers import (
+from async_rl.base.telemetry.examples import ExampleTable
+from async_rl.base.telemetry.metrics import MetricsLogger, read_metrics
+from async_rl.base.telemetry.trackers import (
     TensorboardRun,
     Tracker,
     TrackioRun,

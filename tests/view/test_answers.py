@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.storage.log_ratios import RowLogRatios
-from async_rl.types import Group
-from async_rl.view.answers import answer_parts, episode_facts, legend, sibling, version_shares
-from async_rl.view.token_texts import TokenTexts, called_tools, find_tokenizer
+from async_rl.base.run_dir.log_ratios import RowLogRatios
+from async_rl.base.types import Group
+from async_rl.tools.view.answers import answer_parts, episode_facts, legend, sibling, version_shares
+from async_rl.tools.view.token_texts import TokenTexts, called_tools, find_tokenizer
 from tests.kit.view.run_dirs import (
     CHAT_PROMPT,
     HOSTILE,

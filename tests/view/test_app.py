@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.view.app import MISSING, duration_text
+from async_rl.tools.view.app import MISSING, duration_text
 from buffer.journal.journal import FILE_NAME
 from tests.kit.sweeps import make_sweep
 from tests.kit.view.client import Client

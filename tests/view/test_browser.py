@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.telemetry.status import NORMAL_END, Status, write_status
+from async_rl.base.telemetry.status import NORMAL_END, Status, write_status
 from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
 from tests.kit.view.run_dirs import HOSTILE, RIGHT_TO_LEFT, JournalWriter, append_step, make_chat, make_run, text_group
 from tests.kit.view.server import ViewServer

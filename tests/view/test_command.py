@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.view.command import open_port, shown
+from async_rl.base.errors import ConfigError
+from async_rl.tools.view.command import open_port, shown
 
 START_LIMIT_S = 60.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.view.metrics_file import CHARTS, MAX_POINTS, MOST_STEPS, MetricsFile, thinned
+from async_rl.tools.view.metrics_file import CHARTS, MAX_POINTS, MOST_STEPS, MetricsFile, thinned
 
 KEY = "reward/mean"
 

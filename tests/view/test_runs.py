@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl.errors import ConfigError
-from async_rl.telemetry.status import write_status
-from async_rl.view.runs import RunFiles, Runs, read_json
+from async_rl.base.errors import ConfigError
+from async_rl.base.telemetry.status import write_status
+from async_rl.tools.view.runs import RunFiles, Runs, read_json
 from tests.kit.view.run_dirs import make_run
 
 

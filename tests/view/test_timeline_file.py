@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.telemetry.chrome_trace import ChromeTrace
-from async_rl.telemetry.timeline import Sample, Span
-from async_rl.view.timeline_file import Segment, TimelineFile, step_ends_s
+from async_rl.base.telemetry.chrome_trace import ChromeTrace
+from async_rl.base.telemetry.timeline import Sample, Span
+from async_rl.tools.view.timeline_file import Segment, TimelineFile, step_ends_s
 from tests.kit.view.run_dirs import write_timeline
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.weights.broadcast import BroadcastTransport
-from async_rl.weights.members import Members
+from async_rl.base.weights.broadcast import BroadcastTransport
+from async_rl.base.weights.members import Members
 from tests.kit.publishers import CONFIG, CPU
 
 

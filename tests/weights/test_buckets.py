@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.weights.transport import iter_buckets, unpack
+from async_rl.base.weights.transport import iter_buckets, unpack
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,13 +19,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from async_rl.driver.preflight import _check_loading
-from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import weight_shapes
-from async_rl.storage.model_loading import load_without_weights
-from async_rl.weights.checkpoint_names import check_names, from_checkpoint, to_checkpoint
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import weight_shapes
+from async_rl.base.models_and_data.model_loading import load_without_weights
+from async_rl.base.weights.checkpoint_names import check_names, from_checkpoint, to_checkpoint
+from async_rl.run.before_start.preflight import _check_loading
+from learner.loop.ranks import Ranks
 from learner.models.policy import open_policy, save_policy, shard
-from learner.ranks import Ranks
 from tests.kit.configs import learner_config, make_config
 from tests.kit.learner.exported import train_and_export
 from tests.kit.tiny_moe import EXPERTS, save_moe

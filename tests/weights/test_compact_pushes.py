@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import Config, LoraConfig
-from async_rl.weights import WeightPublisher, open_publisher
+from async_rl.base.config import Config, LoraConfig
+from async_rl.base.weights import WeightPublisher, open_publisher
 from learner.models.lora import AdapterParcels, merged_parameters
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.pushes import adapted_model

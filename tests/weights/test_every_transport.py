@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config import Config
-from async_rl.errors import WeightSyncError
-from async_rl.weights import PushState, open_publisher
-from async_rl.weights.server_admin import Bucket
-from async_rl.weights.transport import unpack
+from async_rl.base.config import Config
+from async_rl.base.errors import WeightSyncError
+from async_rl.base.weights import PushState, open_publisher
+from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.transport import unpack
 from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, CPU, OBJECT_ENGINE, names, url_of

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import Limit
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights import PushReport
-from async_rl.weights.disk import DiskTransport
+from async_rl.base.config import Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.weights import PushReport
+from async_rl.base.weights.disk import DiskTransport
 from tests.kit.configs import make_config
 from tests.kit.publishers import OBJECT_ENGINE, names, publisher_for, url_of
 

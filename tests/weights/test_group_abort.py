@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.network import open_store
-from async_rl.weights import broadcast
-from async_rl.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
-from async_rl.weights.members import LOST_WITHIN_S, PROBES
+from async_rl.base.network import open_store
+from async_rl.base.weights import broadcast
+from async_rl.base.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
+from async_rl.base.weights.members import LOST_WITHIN_S, PROBES
 from rollout_server.engines.sglang import admin as sglang_admin
 from rollout_server.engines.vllm import admin as vllm_admin
 from tests.kit.configs import changed

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import NetworkConfig
-from async_rl.errors import WeightSyncError
-from async_rl.network import authorization
-from async_rl.weights.broadcast import BroadcastTransport, open_gloo
+from async_rl.base.config import NetworkConfig
+from async_rl.base.errors import WeightSyncError
+from async_rl.base.network import authorization
+from async_rl.base.weights.broadcast import BroadcastTransport, open_gloo
 from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, AcceptingHandler, names, publisher_for

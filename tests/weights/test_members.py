@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
-from async_rl.config import Limit
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights.cuda_ipc import CudaIpcTransport
-from async_rl.weights.members import Member, Members, find_silent, start_together, wait_for_all
+from async_rl.base.config import Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.weights.cuda_ipc import CudaIpcTransport
+from async_rl.base.weights.members import Member, Members, find_silent, start_together, wait_for_all
 from tests.kit.configs import make_config
 from tests.kit.learner.fakes import until_someone_waits
 from tests.kit.publishers import CONFIG, publisher_for

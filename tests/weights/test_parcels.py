@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_rl.weights.members import Member
-from async_rl.weights.parcels import (
+from async_rl.base.weights.members import Member
+from async_rl.base.weights.parcels import (
     SUFFIX,
     ChangedWeights,
     Rebuilder,

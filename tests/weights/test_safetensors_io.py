@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.storage.model_folder import weight_files
-from async_rl.weights.disk import write_weights
+from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.weights.disk import write_weights
 from tests.kit.models import save_tiny_model
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from async_rl.config import Limit
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights import PushState, broadcast
-from async_rl.weights.broadcast import BucketAnnouncer
-from async_rl.weights.server_admin import Bucket
+from async_rl.base.config import Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.weights import PushState, broadcast
+from async_rl.base.weights.broadcast import BucketAnnouncer
+from async_rl.base.weights.server_admin import Bucket
 from tests.kit.configs import make_config
 from tests.kit.publishers import OBJECT_ENGINE, PausingTransport, publisher_for, url_of
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.weights import WeightPublisher
-from async_rl.weights.cuda_ipc import CudaIpcTransport
+from async_rl.base.weights import WeightPublisher
+from async_rl.base.weights.cuda_ipc import CudaIpcTransport
 from tests.kit.configs import make_config
 from tests.kit.publishers import names, publisher_for
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import Config, ModelConfig
-from async_rl.errors import WeightSyncError
-from async_rl.weights import open_publisher
-from async_rl.weights.publisher import Tolerance
-from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
+from async_rl.base.config import Config, ModelConfig
+from async_rl.base.errors import WeightSyncError
+from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import Tolerance
+from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import Config
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.storage.model_folder import end_tokens, forbidden_tokens, load_tokenizer
-from async_rl.storage.model_loading import quiet_loading
-from async_rl.weights.transport import serving_dtype
+from async_rl.base.config import Config
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.models_and_data.model_folder import end_tokens, forbidden_tokens, load_tokenizer
+from async_rl.base.models_and_data.model_loading import quiet_loading
+from async_rl.base.weights.transport import serving_dtype
 from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights

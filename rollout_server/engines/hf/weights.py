@@ -17,13 +17,13 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from async_rl.config import NetworkConfig, TimeoutsConfig
-from async_rl.network import authorization
-from async_rl.network.ports import open_listener
-from async_rl.storage.model_folder import weight_files
-from async_rl.weights.broadcast import Receiver
-from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint
-from async_rl.weights.parcels import Rebuilder, checksum, is_parcel
+from async_rl.base.config import NetworkConfig, TimeoutsConfig
+from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.network import authorization
+from async_rl.base.network.ports import open_listener
+from async_rl.base.weights.broadcast import Receiver
+from async_rl.base.weights.checkpoint_names import from_checkpoint, to_checkpoint
+from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
 from rollout_server.engines.sglang.admin import ERASE, SUMS
 
 if TYPE_CHECKING:

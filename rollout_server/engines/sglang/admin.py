@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_rl.config import Config, Limit
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.network import authorization
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.network import authorization
 from rollout_server.engines.http_json import ask
 
 if TYPE_CHECKING:
-    from async_rl.weights.server_admin import Bucket
+    from async_rl.base.weights.server_admin import Bucket
 
 ERASE, UNLOADED, SUMS = "erase", "unloaded", "sums"
 """Actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
@@ -148,7 +148,7 @@ class SGLangAdmin:
         return sorted({name for rank in ranks for name in rank["checksums"]})
 
     def weight_sums(self) -> dict[str, str]:
-        """Return {name as the server has it: checksum of the bits (async_rl/weights/parcels.py)} of each weight.
+        """Return {name as the server has it: checksum of the bits (async_rl/base/weights/parcels.py)} of each weight.
 
         Of a server that spans several GPUs these are the weights of its first rank.
         """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.engines.server_process import ServerProcess
 from rollout_server.engines.sglang.sglang_process import Flags, sglang_process
 

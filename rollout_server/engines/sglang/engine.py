@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from async_rl.config import Config
-from async_rl.config.check import check
-from async_rl.errors import WeightSyncError
-from async_rl.storage.model_folder import forbidden_tokens
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.errors import WeightSyncError
+from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_engine import HttpEngine, cache_key
 from rollout_server.engines.open_reply import OpenReply

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from torch import Tensor
 
-from async_rl.storage.model_folder import weight_files
-from async_rl.weights.parcels import Rebuilder, is_parcel
+from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.weights.parcels import Rebuilder, is_parcel
 from rollout_server.engines.sglang.staging_admin import BASE_VARIABLE
 
 _load: Callable[..., tuple[bool, str]] = WeightUpdater.load_weights_from_distributed

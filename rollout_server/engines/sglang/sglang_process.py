@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.cores import server_threads
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.network import api_key
-from async_rl.seams.doc_pages import doc_page
+from async_rl.base.config import Config
+from async_rl.base.cores import server_threads
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.network import api_key
+from async_rl.base.seams.doc_pages import doc_page
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from rollout_server.engines.sglang.admin import SGLangAdmin

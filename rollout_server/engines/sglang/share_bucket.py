@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 import torch.multiprocessing as multiprocessing
 
-from async_rl.weights.server_admin import Bucket
-from async_rl.weights.transport import bucket_num_bytes
+from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.transport import bucket_num_bytes
 
 _sharing = threading.Lock()
 """Held while a bucket is shared, because torch's sharing strategy is a setting of the whole process."""

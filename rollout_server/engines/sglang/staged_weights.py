@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rl.weights.broadcast import Announcement
-from async_rl.weights.parcels import holds_nan
+from async_rl.base.weights.broadcast import Announcement
+from async_rl.base.weights.parcels import holds_nan
 
 
 class StagedWeights:

@@ -10,12 +10,12 @@ import base64
 import pickle
 from typing import TYPE_CHECKING
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.engines.sglang.admin import SGLangAdmin, update_fields
 
 if TYPE_CHECKING:
-    from async_rl.weights.broadcast import BucketAnnouncer
-    from async_rl.weights.server_admin import Bucket
+    from async_rl.base.weights.broadcast import BucketAnnouncer
+    from async_rl.base.weights.server_admin import Bucket
 
 BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
 """The environment variable of a server with the folder of the model with which it starts."""
@@ -49,7 +49,7 @@ class StagingSGLangAdmin(SGLangAdmin):
             name=name, host=host, port=port, first_rank=first_rank, world_size=world_size, backend=backend
         )
         if self._stages:
-            from async_rl.weights.broadcast import BucketAnnouncer
+            from async_rl.base.weights.broadcast import BucketAnnouncer
 
             self._announcer = BucketAnnouncer(host, port, name, range(first_rank, first_rank + self._tp))
 

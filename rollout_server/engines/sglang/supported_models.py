@@ -9,8 +9,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from async_rl.config import Config
-from async_rl.seams.doc_pages import doc_page
+from async_rl.base.config import Config
+from async_rl.base.seams.doc_pages import doc_page
 
 _READ_FROM_CONFIG = {"Gemma2ForCausalLM": "hidden_act"}
 """By architecture, a key of config.json that SGLang needs and that transformers 5 leaves out of the files it writes."""

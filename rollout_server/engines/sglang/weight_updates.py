@@ -18,8 +18,8 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.utils.weight_checker import WeightChecker
 from torch import nn
 
-from async_rl.weights.broadcast import abort_when_told, receive_announced
-from async_rl.weights.parcels import checksum, holds_nan
+from async_rl.base.weights.broadcast import abort_when_told, receive_announced
+from async_rl.base.weights.parcels import checksum, holds_nan
 from rollout_server.engines.sglang import staged_weights
 from rollout_server.engines.sglang.admin import ERASE, SUMS, UNLOADED
 

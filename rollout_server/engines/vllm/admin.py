@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_rl.config import Config, Limit
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.network import authorization
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.network import authorization
 from rollout_server.engines.http_json import ask
 
 if TYPE_CHECKING:
-    from async_rl.weights.server_admin import Bucket
+    from async_rl.base.weights.server_admin import Bucket
 
 PAUSES = {
     "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",
@@ -85,7 +85,7 @@ class VLLMAdmin:
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        from async_rl.weights.broadcast import TORCH_WAITS_LONGER_S
+        from async_rl.base.weights.broadcast import TORCH_WAITS_LONGER_S
 
         push_s = self._timeouts.push_s
         info = {

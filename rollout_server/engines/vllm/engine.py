@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_engine import HttpEngine, cache_key
 from rollout_server.engines.open_reply import OpenReply

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 
-from async_rl.config import Config
-from async_rl.config.check import check
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.errors import ConfigError
 from rollout_server.engines.kv_cache import head_size
 from rollout_server.engines.vllm.flags import CPU_HEAD_SIZES
 from rollout_server.engines.vllm.vllm_process import server_python

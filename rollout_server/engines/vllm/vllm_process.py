@@ -7,11 +7,11 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from async_rl.config import Config
-from async_rl.config.check import check
-from async_rl.cores import server_threads
-from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.network import api_key
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.cores import server_threads
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.network import api_key
 from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from rollout_server.engines.vllm.flags import Flags

@@ -15,7 +15,7 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.episodes.episode import EpisodeFailedError
 from rollout_server.episodes.user_code import agent_host
 from rollout_server.episodes.user_code.faults import AgentRaisedError, Fault

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from async_rl.errors import AsyncRLError
+from async_rl.base.errors import AsyncRLError
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.session import Session

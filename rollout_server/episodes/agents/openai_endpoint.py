@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from async_rl.errors import AsyncRLError
+from async_rl.base.errors import AsyncRLError
 from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 

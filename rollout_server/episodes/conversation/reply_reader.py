@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
-from async_rl.seams import import_object
+from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
+from async_rl.base.seams import import_object
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.call_formats import FORMATS, format_of, read_call
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_rl.types import BoolArray, FloatArray, IntArray
+from async_rl.base.types import BoolArray, FloatArray, IntArray
 from rollout_server.engines.base import SampledReply
 
 

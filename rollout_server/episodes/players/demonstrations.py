@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError, raised_at
-from async_rl.seams import import_object
-from async_rl.storage.model_folder import end_tokens
-from async_rl.types import Prompt
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError, raised_at
+from async_rl.base.models_and_data.model_folder import end_tokens
+from async_rl.base.seams import import_object
+from async_rl.base.types import Prompt
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner

@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from async_rl.errors import AsyncRLError
-from async_rl.types import Prompt
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.types import Prompt
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.conversation.session import Generate
 

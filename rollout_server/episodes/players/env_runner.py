@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from async_rl.errors import AsyncRLError, shown
-from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
+from async_rl.base.errors import AsyncRLError, shown
+from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 from rollout_server.episodes.conversation.messages import Message, plain_messages, tools_text
 from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.env import Env, Step

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.seams import import_object
-from async_rl.types import Prompt
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import import_object
+from async_rl.base.types import Prompt
 from rollout_server.episodes.agents.agent_runner import Agent
 from rollout_server.episodes.env import Env
 from rollout_server.question import Question

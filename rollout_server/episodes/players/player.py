@@ -23,10 +23,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from async_rl.config import Config
-from async_rl.errors import AsyncRLError, ConfigError, first_error
-from async_rl.network import authorization
-from async_rl.storage.model_folder import end_tokens
+from async_rl.base.config import Config
+from async_rl.base.errors import AsyncRLError, ConfigError, first_error
+from async_rl.base.models_and_data.model_folder import end_tokens
+from async_rl.base.network import authorization
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.agents.agent_process import START_S, AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner

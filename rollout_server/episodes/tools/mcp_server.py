@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import Schema
 
 PREFIX = "mcp:"

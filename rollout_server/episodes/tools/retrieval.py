@@ -11,7 +11,7 @@ from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 
 SUFFIXES = (".txt", ".md")
 MAX_PASSAGES = 5

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 from transformers.utils import get_json_schema
 
-from async_rl.errors import ConfigError
-from async_rl.seams import import_object
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import import_object
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
 from rollout_server.episodes.tools.mcp_server import PREFIX, McpServer
 from rollout_server.episodes.user_code.faults import CodeExitError, error_text

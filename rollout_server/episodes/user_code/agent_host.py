@@ -142,7 +142,7 @@ def main() -> None:
     requests, replies = _take_pipes()
     own_folder = os.path.dirname(os.path.abspath(__file__))  # it has an faults.py, as the agent's packages may have
     sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
-    sys.path.sort(key=lambda folder: "py_modules_files" not in folder)  # see async_rl/seams/user_modules.py
+    sys.path.sort(key=lambda folder: "py_modules_files" not in folder)  # see async_rl/base/seams/user_modules.py
     module, _, name = sys.argv[1].partition(":")
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')

@@ -17,17 +17,17 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from async_rl.config import Config
-from async_rl.config.check import check
-from async_rl.config.section import PathText, section
-from async_rl.config.task_parts import SandboxConfig
-from async_rl.cores import usable_cores
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.config.section import PathText, section
+from async_rl.base.config.task_parts import SandboxConfig
+from async_rl.base.cores import usable_cores
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import Case, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.sandbox import service
-from rollout_server.sandbox.bubblewrap import MARGIN_S, Bubblewrap, RunLimits, RunProgram, SandboxDiedError
-from rollout_server.sandbox.service import Service
+from rollout_server.rewards.sandbox import service
+from rollout_server.rewards.sandbox.bubblewrap import MARGIN_S, Bubblewrap, RunLimits, RunProgram, SandboxDiedError
+from rollout_server.rewards.sandbox.service import Service
 
 _STARRED = ("typing", "collections", "functools", "heapq", "itertools", "bisect", "math")
 _MODULES = (*_STARRED[1:], "datetime", "json", "operator", "random", "re", "string", "sys")
@@ -231,7 +231,7 @@ def describe_code(config: Config, settings: CodeSettings) -> str:
 
 CODE = Reward(
     open=open_code, settings=CodeSettings, is_function_of_input=True, inputs=lambda config: str(config.task.sandbox),
-    modules=("rollout_server.rewards.code", "rollout_server.sandbox"), concurrency=max(2, usable_cores()),
+    modules=("rollout_server.rewards.code", "rollout_server.rewards.sandbox"), concurrency=max(2, usable_cores()),
     check=check_code, describe=describe_code,
 )
 """The reward `code`."""

@@ -22,9 +22,9 @@ from typing import Any
 import aiohttp
 from aiolimiter import AsyncLimiter
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError, RewardError
-from async_rl.network import api_key
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.network import api_key
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 """The mean pause after the first failure of a request, and the longest one."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from async_rl.config import Config
-from async_rl.config.check import check
-from async_rl.config.section import Section, section
-from async_rl.errors import first_error
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.config.section import Section, section
+from async_rl.base.errors import first_error
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.contract import CallLimits, Reward, RewardResult, Score

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.base.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.base.config.loading import dump_config
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.types import Batch, Group, Slot
 from async_rl.cli import main
-from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
-from async_rl.config.loading import dump_config
-from async_rl.errors import AsyncRLError
-from async_rl.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.journal.tables import SCHEMA_VERSION

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config
-from async_rl.types import Batch, Group, Slot
-from async_rl.view.journal_reader import JournalReader
+from async_rl.base.config import Config
+from async_rl.base.types import Batch, Group, Slot
+from async_rl.tools.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline

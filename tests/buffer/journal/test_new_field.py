@@ -1,4 +1,4 @@
-"""A field that is declared in async_rl/types.py is sent, checked, journalled and exported without another line."""
+"""A field that is declared in async_rl/base/types.py is sent, checked, journalled and exported without another line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.errors import WireError
-from async_rl.messages.codec import SCHEMA_VERSION, decode_group, encode_group
-from async_rl.types import Slot
-from async_rl.view.journal_reader import JournalReader
+from async_rl.base.errors import WireError
+from async_rl.base.messages.codec import SCHEMA_VERSION, decode_group, encode_group
+from async_rl.base.types import Slot
+from async_rl.tools.view.journal_reader import JournalReader
 from buffer.journal import tables
 from buffer.journal.export import export_trajectories
 from buffer.journal.journal import FILE_NAME, Journal
@@ -46,7 +46,7 @@ NEW_FIELDS = {
 
 
 def tree_with_new_fields(folder: Path) -> Path:
-    """Return a tree that is this one, with one line more in async_rl/types.py for each of NEW_FIELDS."""
+    """Return a tree that is this one, with one line more in async_rl/base/types.py for each of NEW_FIELDS."""
     text = (ROOT / "async_rl" / "types.py").read_text()
     for name, fields in NEW_FIELDS.items():
         head, class_line, body = text.partition(f"class {name}:\n")

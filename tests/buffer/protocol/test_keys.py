@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from async_rl.base.config import NetworkConfig
+from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.cli import main
-from async_rl.config import NetworkConfig
-from async_rl.errors import ConfigError, WaitTimeoutError
 from buffer.client import LearnerClient
 from buffer.protocol.keys import (
     check_keys,

@@ -15,9 +15,9 @@ import msgpack
 import numpy as np
 import zmq
 
-from async_rl.config import Config, TimeoutsConfig
-from async_rl.messages.codec import encode_group
-from async_rl.types import Batch, Group, Slot
+from async_rl.base.config import Config, TimeoutsConfig
+from async_rl.base.messages.codec import encode_group
+from async_rl.base.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import decode_batch, pack_request
 from buffer.server import BufferServer

@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from async_rl.base.config import Config
+from async_rl.base.messages.codec import check_group, encode_group
+from async_rl.base.messages.limits import Limits
+from async_rl.base.types import Group
 from async_rl.cli import main
-from async_rl.config import Config
-from async_rl.messages.codec import check_group, encode_group
-from async_rl.messages.limits import Limits
-from async_rl.types import Group
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from buffer.stored_group import Arrival, State, StoredGroup

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from async_rl.storage.checkpoints import TrainingState
+from async_rl.base.run_dir.checkpoints import TrainingState
 from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
 from buffer.journal.journal import Journal, payload_folder, read_arrived
 from buffer.journal.payload_files import Place, read_payload

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from buffer.server import BufferServer
 
 

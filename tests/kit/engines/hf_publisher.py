@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from async_rl.weights import open_publisher
-from async_rl.weights.publisher import Tolerance
+from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import Tolerance
 from tests.kit.configs import changed, server_config
 from tests.kit.models import sharp_model
 

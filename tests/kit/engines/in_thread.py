@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 
 Result = TypeVar("Result")
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import psutil
 
-from async_rl.config.section import section
-from async_rl.seams import TransportEntry
-from async_rl.weights.broadcast import BroadcastTransport
-from async_rl.weights.server_admin import Bucket
+from async_rl.base.config.section import section
+from async_rl.base.seams import TransportEntry
+from async_rl.base.weights.broadcast import BroadcastTransport
+from async_rl.base.weights.server_admin import Bucket
 
 GLOO = "tests.kit.engines.killing_pushes:KILLING_GLOO"
 VICTIM = "rollout/1"

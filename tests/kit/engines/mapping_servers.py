@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from async_rl.weights.transport import bucket_num_bytes, unpack
+from async_rl.base.weights.transport import bucket_num_bytes, unpack
 from rollout_server.engines.vllm.server.shared_bucket import map_memory
 
 DIES_AT = 2

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.seams import TransportEntry
-from async_rl.weights.broadcast import BroadcastTransport
-from async_rl.weights.parcels import checksum
+from async_rl.base.seams import TransportEntry
+from async_rl.base.weights.broadcast import BroadcastTransport
+from async_rl.base.weights.parcels import checksum
 
 GLOO = "tests.kit.engines.noted_pushes:NOTED_GLOO"
 """A value of weight_sync.transport: gloo, with notes in the run directory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from tests.kit.configs import changed
 
 OWN_GPU = pytest.mark.parametrize("own_gpu", [False, True])

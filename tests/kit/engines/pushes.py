@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from async_rl.config import Config, LoraConfig, WeightSyncConfig
-from async_rl.weights import open_publisher
-from async_rl.weights.publisher import PushReport, Tolerance, WeightPublisher
+from async_rl.base.config import Config, LoraConfig, WeightSyncConfig
+from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher
 from learner.models.lora import AdapterParcels, add_adapters, merged_parameters
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread

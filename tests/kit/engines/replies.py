@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.config import Config
-from async_rl.types import FloatArray, IntArray, Prompt
+from async_rl.base.config import Config
+from async_rl.base.types import FloatArray, IntArray, Prompt
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.engines.in_thread import EngineInThread

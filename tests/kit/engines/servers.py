@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from async_rl.seams.engines import ENGINES
+from async_rl.base.seams.engines import ENGINES
 from rollout_server.engines.vllm.admin import GENERATE
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.vllm import vllm

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.weights.parcels import checksum
+from async_rl.base.weights.parcels import checksum
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.forked import forked

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from async_rl.types import FloatArray, IntArray
+from async_rl.base.types import FloatArray, IntArray
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.replies import TOLERANCE, from_scratch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.engines.vllm.vllm_process import server_python
 from tests.kit.configs import server_config
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.config import Config
-from async_rl.storage.checkpoints import TrainingState
-from learner.checkpointing import Checkpointer
-from learner.updater import Updater
+from async_rl.base.config import Config
+from async_rl.base.run_dir.checkpoints import TrainingState
+from learner.loop.checkpointing import Checkpointer
+from learner.loop.updater import Updater
 from tests.kit.learner.batches import make_batch
 from tests.kit.runs import training_state
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.config import LoraConfig, ModelConfig, RunConfig
-from async_rl.config.loading import dump_config
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder
-from learner.checkpointing import Checkpointer
+from async_rl.base.config import LoraConfig, ModelConfig, RunConfig
+from async_rl.base.config.loading import dump_config
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder
+from learner.loop.checkpointing import Checkpointer
+from learner.loop.updater import Updater
 from learner.models.export import export
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 

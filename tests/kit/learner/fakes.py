@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
-from async_rl.telemetry.timeline import Span
-from async_rl.weights.members import Members
-from async_rl.weights.publisher import PushReport, Tolerance
-from learner.learner import Learner
+from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
+from async_rl.base.telemetry.timeline import Span
+from async_rl.base.weights.members import Members
+from async_rl.base.weights.publisher import PushReport, Tolerance
+from learner.loop.learner import Learner
 from tests.kit.configs import learner_config, make_config
 
 OpenRun = Callable[..., Learner]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from async_rl.config import Config
-from async_rl.types import Batch
+from async_rl.base.config import Config
+from async_rl.base.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
-from learner.updater import Updater
+from learner.loop.updater import Updater
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.replies import request_for
 from tests.kit.learner.served_batches import served_batch

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     CorrectionConfig,
     KlConfig,
@@ -25,9 +25,9 @@ from async_rl.config import (
 )
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
-from learner.batches import NoBatch, share_taken
+from learner.loop.batches import NoBatch, share_taken
+from learner.loop.updater import Updater
 from learner.models.policy import full_parameters, save_policy
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch, make_episode_batch

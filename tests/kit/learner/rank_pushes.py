@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from async_rl.config import LearnerPlacement, PlacementConfig, RolloutPlacement
+from async_rl.base.config import LearnerPlacement, PlacementConfig, RolloutPlacement
+from learner.loop.pusher import open_pushers
+from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
-from learner.pusher import open_pushers
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch

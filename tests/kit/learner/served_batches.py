@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from async_rl.config import Config, WeightSyncConfig
-from async_rl.types import Batch
+from async_rl.base.config import Config, WeightSyncConfig
+from async_rl.base.types import Batch
 from learner.algorithms.token_advantages import batch_advantages
-from learner.updater import Updater
+from learner.loop.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from async_rl.config import LearnerConfig, LearnerPlacement, PlacementConfig
+from async_rl.base.config import LearnerConfig, LearnerPlacement, PlacementConfig
+from learner.loop.ranks import open_ranks
 from learner.models import sequence
 from learner.models.policy import Policy, shard
 from learner.packing.microbatches import ForwardInputs, collate
 from learner.packing.plan import Layout, make_pieces, plan_microbatches
-from learner.ranks import open_ranks
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.models import VOCAB

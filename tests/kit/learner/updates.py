@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import Metric
+from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
-from learner.updater import Updater
 
 
 def values_of(metrics: list[Metric]) -> dict[str, float]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from async_rl.view.app import make_app
-from async_rl.view.runs import Runs
+from async_rl.tools.view.app import make_app
+from async_rl.tools.view.runs import Runs
 
 
 class Client:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from async_rl.view.app import HEADERS, make_app
-from async_rl.view.runs import Runs
+from async_rl.tools.view.app import HEADERS, make_app
+from async_rl.tools.view.runs import Runs
 
 SCRIPT = "<script>window.hacked=1</script>"
 TEXTS = (

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.config.loading import dump_config, load_config
-from async_rl.messages.codec import encode_group
-from async_rl.storage.log_ratios import LogRatioWriter, StepLogRatios
-from async_rl.telemetry.chrome_trace import ChromeTrace
-from async_rl.telemetry.status import Status, write_status
-from async_rl.telemetry.timeline import Span
-from async_rl.types import EpisodeFacts, Group, Row
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.messages.codec import encode_group
+from async_rl.base.run_dir.log_ratios import LogRatioWriter, StepLogRatios
+from async_rl.base.telemetry.chrome_trace import ChromeTrace
+from async_rl.base.telemetry.status import Status, write_status
+from async_rl.base.telemetry.timeline import Span
+from async_rl.base.types import EpisodeFacts, Group, Row
 from buffer.journal.journal import FILE_NAME, payload_folder
 from buffer.journal.payload_files import PayloadFiles, Place
 from buffer.journal.tables import SCHEMA

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rl.config import MasksConfig
-from async_rl.config.algorithm import ClipConfig, PpoClipSettings
-from async_rl.seams import CORRECTIONS
+from async_rl.base.config import MasksConfig
+from async_rl.base.config.algorithm import ClipConfig, PpoClipSettings
+from async_rl.base.seams import CORRECTIONS
 from learner.algorithms.corrections import (
     beyond_m2po,
     dropped_tokens,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config.loading import load_config
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 from learner.algorithms.losses import LossInputs, LossOutput
 from learner.algorithms.objective import Objective
-from learner.updater import Updater
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs, values_of

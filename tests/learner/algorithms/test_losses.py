@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rl.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
+from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
 from learner.algorithms.losses import (
     LossInputs,
     cispo_loss,

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     ClipConfig,
     CorrectionConfig,
     KlConfig,
     MasksConfig,
 )
-from async_rl.seams import LOSSES
+from async_rl.base.seams import LOSSES
 from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.corrections import log_ratios

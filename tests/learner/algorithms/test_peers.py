@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import (
+from async_rl.base.config import (
     AlgorithmConfig,
     ClipConfig,
     CorrectionConfig,

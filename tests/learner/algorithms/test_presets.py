@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config import AlgorithmConfig, Config
-from async_rl.config.loading import load_config
-from async_rl.config.presets import PRESETS
-from async_rl.types import Batch
+from async_rl.base.config import AlgorithmConfig, Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.presets import PRESETS
+from async_rl.base.types import Batch
 from learner.algorithms.objective import Objective
+from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 

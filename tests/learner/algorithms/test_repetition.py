@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_rl.types import Batch, Group
+from async_rl.base.types import Batch, Group
 from learner.algorithms.diagnostics import distinct_fraction, repeated_fraction
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_episodes

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from learner.algorithms.corrections import step_scale, weight_sums
-from learner.updater import Updater
+from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch, make_response
 from tests.kit.learner.updates import reference_logprobs, values_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config import AlgorithmConfig
-from async_rl.types import Batch
+from async_rl.base.config import AlgorithmConfig
+from async_rl.base.types import Batch
 from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
 from learner.packing.microbatches import MicroBatch, collate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from benchmarks.random_model import SIZES
 from benchmarks.step_memory import CASES, GPU_CASES, case_config, compare, said, save_models
 from learner.memory.rank_memory import RankMemoryEstimate

@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import write_training_state
-from async_rl.weights import disk as safetensors_io
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.checkpoints import write_training_state
+from async_rl.base.weights import disk as safetensors_io
 from learner.models.export import export
 from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model

@@ -22,12 +22,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from async_rl.config import LearnerConfig, LoraConfig, ModelConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config import LearnerConfig, LoraConfig, ModelConfig
+from async_rl.base.errors import ConfigError
+from learner.loop.ranks import Ranks, open_ranks
 from learner.models.loading import open_model, read_weights
 from learner.models.policy import Policy, open_policy, shard
 from learner.models.split_vocabulary import check_vocabulary
-from learner.ranks import Ranks, open_ranks
 from tests.kit.configs import learner_config
 from tests.kit.model_headers import QWEN2_5, count, fake_ranks, save_headers
 from tests.kit.models import save_bare_model, save_bare_reward_model

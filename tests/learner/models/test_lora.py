@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import LoraConfig, ModelConfig
-from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import weight_files
-from async_rl.weights.parcels import Rebuilder
+from async_rl.base.config import LoraConfig, ModelConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.weights.parcels import Rebuilder
+from learner.loop.updater import Updater
 from learner.models.lora import AdapterParcels, without_adapters
 from learner.models.policy import adapter_parcels, full_parameters, save_policy
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 

@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from learner.optimizer import pinned_zeros
+from learner.loop.optimizer import pinned_zeros
 
 
 class Registry:

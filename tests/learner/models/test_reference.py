@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
+from async_rl.base.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
+from learner.loop.ranks import Ranks
+from learner.loop.updater import Updater
 from learner.models.policy import Reference
-from learner.ranks import Ranks
-from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs

@@ -20,13 +20,13 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from async_rl.config import LearnerConfig, RewardModelConfig, TaskConfig
-from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.types import Batch, Group
+from async_rl.base.config import LearnerConfig, RewardModelConfig, TaskConfig
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.types import Batch, Group
+from learner.loop.ranks import Ranks
+from learner.loop.updater import Updater
 from learner.models.reward_model import RewardModel, RewardRows
 from learner.models.tiny_model import character_tokenizer
-from learner.ranks import Ranks
-from learner.updater import Updater
 from rollout_server.tasks.chat import prompt_text, prompt_tokens
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row

@@ -25,7 +25,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from learner.models.sequence import check_splittable, document_lengths, head_repeats
 from tests.kit.forked import start_ranks
 from tests.kit.learner.split_ranks import HEADS, rank_main, scored, split_policy

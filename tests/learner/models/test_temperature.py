@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import LearnerConfig, LoraConfig, ModelConfig
+from async_rl.base.config import LearnerConfig, LoraConfig, ModelConfig
+from learner.loop.ranks import Ranks
 from learner.models.policy import open_policy, shard
 from learner.packing.microbatches import ForwardInputs
-from learner.ranks import Ranks
 
 PROMPT, ROW = [4, 5, 6], [7, 8, 9, 2, 11, 3]
 TEMPERATURE, ROUNDED = 0.6, 77 / 128

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import AsyncRLError
+from async_rl.base.errors import AsyncRLError
 from rollout_server.engines.open_reply import token_versions
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from async_rl.config import Config, RolloutConfig, TimeoutsConfig, WeightSyncConfig
-from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.base.config import Config, RolloutConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.base.errors import ConfigError, WaitTimeoutError
 from rollout_server.engines.sglang import engine as engine_module
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import SGLangEngine, attach_server

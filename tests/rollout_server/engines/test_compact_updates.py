@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import LoraConfig
-from async_rl.errors import WeightSyncError
-from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.parcels import Rebuilder
+from async_rl.base.config import LoraConfig
+from async_rl.base.errors import WeightSyncError
+from async_rl.base.weights import WeightPublisher, open_publisher
+from async_rl.base.weights.parcels import Rebuilder
 from learner.models.lora import AdapterParcels, merged_parameters
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.config import TimeoutsConfig
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.storage.model_folder import forbidden_tokens, load_tokenizer
+from async_rl.base.config import TimeoutsConfig
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.models_and_data.model_folder import forbidden_tokens, load_tokenizer
 from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import server_config

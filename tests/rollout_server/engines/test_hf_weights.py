@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_rl.network import authorization
+from async_rl.base.network import authorization
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import server_config, with_keys
 from tests.kit.engines.replies import recomputed_logprobs, request_for, with_engine

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import Config, LoraConfig, WeightSyncConfig
-from async_rl.errors import WeightSyncError
-from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.checkpoint_names import to_checkpoint
-from async_rl.weights.publisher import PushReport, Tolerance
+from async_rl.base.config import Config, LoraConfig, WeightSyncConfig
+from async_rl.base.errors import WeightSyncError
+from async_rl.base.weights import WeightPublisher, open_publisher
+from async_rl.base.weights.checkpoint_names import to_checkpoint
+from async_rl.base.weights.publisher import PushReport, Tolerance
 from learner.models.lora import AdapterParcels, merged_parameters
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from async_rl.config import Config
+from async_rl.base.config import Config
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import SGLangEngine

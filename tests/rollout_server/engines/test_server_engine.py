@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from async_rl.errors import AsyncRLError, ProcessDiedError
-from async_rl.network import authorization
+from async_rl.base.errors import AsyncRLError, ProcessDiedError
+from async_rl.base.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import server_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.driver.memory import plan_memory
+from async_rl.run.before_start.memory import plan_memory
 from learner.memory.plan import GIB
 from tests.kit.engines.servers import SGLangServer
 from tests.kit.models import load_model

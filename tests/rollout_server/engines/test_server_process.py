@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from tests.kit.configs import changed, server_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.errors import AsyncRLError
+from async_rl.base.errors import AsyncRLError
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang import engine as sglang
 from rollout_server.engines.vllm import engine as vllm

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.types import Prompt
+from async_rl.base.types import Prompt
 from rollout_server.engines.base import GenerationRequest, open_engine
 from rollout_server.engines.server_process import server_seed
 from tests.kit.configs import changed, server_config

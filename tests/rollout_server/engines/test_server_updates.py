@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import PlacementConfig
-from async_rl.seams.engines import UPDATE_POLICIES
+from async_rl.base.config import PlacementConfig
+from async_rl.base.seams.engines import UPDATE_POLICIES
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread

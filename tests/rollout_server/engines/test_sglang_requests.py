@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from async_rl.config import (
+from async_rl.base.config import (
     Config,
     ModelConfig,
     NetworkConfig,
@@ -25,7 +25,7 @@ from async_rl.config import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.base.errors import AsyncRLError, ConfigError
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang import sglang_process
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed

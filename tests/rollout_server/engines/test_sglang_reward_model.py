@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from learner.models.reward_model import RewardRow
-from learner.reward_training import Comparison, RewardData, train_reward_model
+from learner.stages.reward_training import Comparison, RewardData, train_reward_model
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.sglang_process import server_flags, sglang_process
 from tests.kit.configs import make_config, server_config

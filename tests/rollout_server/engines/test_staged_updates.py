@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from async_rl.errors import WeightSyncError
+from async_rl.base.errors import WeightSyncError
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.pushes import MODELS, connected, deliver, new_version, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for

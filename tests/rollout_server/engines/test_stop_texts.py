@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import load_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.engine import extend_reply
 from rollout_server.engines.stop_texts import StopTexts
 from rollout_server.episodes.episode import Episode
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
+from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, server_config, with_keys
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for, with_engine
 from tests.kit.engines.servers import Server, SGLangServer

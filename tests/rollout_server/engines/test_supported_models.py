@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from async_rl.config import Config, RolloutConfig
-from async_rl.driver.preflight import check_model
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config, RolloutConfig
+from async_rl.base.errors import ConfigError
+from async_rl.run.before_start.preflight import check_model
 from tests.kit.configs import changed, make_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")

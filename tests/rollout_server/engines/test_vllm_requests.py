@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config import (
+from async_rl.base.config import (
     Config,
     ModelConfig,
     PlacementConfig,
     RolloutPlacement,
     WeightSyncConfig,
 )
-from async_rl.errors import ConfigError
-from async_rl.weights.disk import write_weights
-from async_rl.weights.server_admin import Bucket
+from async_rl.base.errors import ConfigError
+from async_rl.base.weights.disk import write_weights
+from async_rl.base.weights.server_admin import Bucket
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.admin import VLLMAdmin, share_bucket
 from rollout_server.engines.vllm.engine import group_replies, kv_tokens, request_body

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from torch import Tensor
 
-from async_rl.errors import ProcessDiedError, WeightSyncError
+from async_rl.base.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from rollout_server.engines.vllm.vllm_process import server_environment, server_python
 from tests.kit.configs import server_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import ProcessDiedError
+from async_rl.base.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from async_rl.errors import ProcessDiedError
+from async_rl.base.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_runner import AgentRunner

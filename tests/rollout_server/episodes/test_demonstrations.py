@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from openai import APIStatusError, OpenAI
 
-from async_rl.config import RunConfig, TaskConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config import RunConfig, TaskConfig
+from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer, tool_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step

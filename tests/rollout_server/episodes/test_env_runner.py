@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.errors import ProcessDiedError
+from async_rl.base.errors import ProcessDiedError
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Env, Step

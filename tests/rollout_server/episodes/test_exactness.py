@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.errors import AsyncRLError
-from async_rl.types import Prompt
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.types import Prompt
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from async_rl.errors import WeightSyncError
+from async_rl.base.errors import WeightSyncError
 from rollout_server.episodes.user_code.faults import MAX_CHARACTERS, MAX_TRACEBACK_CHARACTERS, CodeExitError, Fault
 
 HERE = Path(__file__)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from async_rl.types import Prompt
+from async_rl.base.types import Prompt
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import TaskConfig
-from async_rl.errors import ConfigError
-from async_rl.types import Prompt
+from async_rl.base.config import TaskConfig
+from async_rl.base.errors import ConfigError
+from async_rl.base.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.episodes.players.load import load_env
 from rollout_server.episodes.tools.tool import load_tools
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import load_tokenizer
 from learner.models.tiny_model import character_tokenizer, tiny_model, tool_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import LARGE_CHARACTERS, TurnRenderer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import tool_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.conversation.reply_reader import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.episodes.tools.retrieval import TextFolder
 from rollout_server.episodes.tools.tool import Tool
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from async_rl.errors import AsyncRLError, WaitTimeoutError
-from async_rl.network import authorization
+from async_rl.base.errors import AsyncRLError, WaitTimeoutError
+from async_rl.base.network import authorization
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from async_rl.errors import AsyncRLError
-from async_rl.types import Prompt
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.group_rows import question_rows

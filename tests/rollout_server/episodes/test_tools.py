@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import Message, ToolCall
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.section import section
-from async_rl.errors import ConfigError, RewardError
+from async_rl.base.config.section import section
+from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards

@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.base.errors import ConfigError
+from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.rewards.base import REWARDS, NamedReward, open_gold_reward
-from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
+from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, make_config, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.worker import plain_reward

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.section import section
-from async_rl.errors import RewardError
-from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.base.config import Config
+from async_rl.base.config.section import section
+from async_rl.base.errors import RewardError
+from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.scoring import Scoring, Verdict
 from tests.kit.configs import make_config

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.references import as_math, ends_with, only_boxes, with_marked_math
 from rollout_server.rewards.rules import check_reference, math_verify

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from async_rl.errors import RewardError, WaitTimeoutError
+from async_rl.base.errors import RewardError, WaitTimeoutError
 from rollout_server.rewards.reward_threads import RewardThreads
 
 NUM_THREADS = 4

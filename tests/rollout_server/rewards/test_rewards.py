@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rl.config import TaskConfig
-from async_rl.errors import ConfigError, RewardError
+from async_rl.base.config import TaskConfig
+from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker
 from rollout_server.rewards.base import open_rewards

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.section import section
-from async_rl.errors import ConfigError, RewardError
-from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.base.config import Config
+from async_rl.base.config.section import section
+from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, open_rewards

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config, JudgePlacement
-from async_rl.config.task_parts import SandboxConfig
-from async_rl.errors import ConfigError, RewardError
+from async_rl.base.config import Config, JudgePlacement
+from async_rl.base.config.task_parts import SandboxConfig
+from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards import code
 from rollout_server.rewards.base import open_rewards

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.errors import ConfigError
-from rollout_server.sandbox import bubblewrap
-from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
+from async_rl.base.errors import ConfigError
+from rollout_server.rewards.sandbox import bubblewrap
+from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
 from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
 
@@ -215,7 +215,7 @@ def test_programs_that_are_not_contained_still_have_limits() -> None:
 @pytest.mark.parametrize("is_contained", [pytest.param(True, marks=needs_bubblewrap), False])
 def test_no_process_is_left_when_the_worker_is_killed(is_contained: bool) -> None:
     code = (
-        "from rollout_server.sandbox.bubblewrap import Bubblewrap, RunLimits\n"
+        "from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap, RunLimits\n"
         f"with Bubblewrap(is_contained={is_contained}).open() as run:\n"
         "    program = 'import subprocess, time; subprocess.Popen([\"sleep\", \"99\"]); time.sleep(99)'\n"
         "    run(program, '', RunLimits(wall_s=99))"

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.task_parts import SandboxConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config.task_parts import SandboxConfig
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
-from rollout_server.sandbox import service
-from rollout_server.sandbox.bubblewrap import RunLimits, SandboxDiedError
-from rollout_server.sandbox.service import Service
+from rollout_server.rewards.sandbox import service
+from rollout_server.rewards.sandbox.bubblewrap import RunLimits, SandboxDiedError
+from rollout_server.rewards.sandbox.service import Service
 from tests.kit.configs import changed
 from tests.kit.rewards import of
 

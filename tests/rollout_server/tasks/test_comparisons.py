@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer, tool_tokenizer
 from rollout_server.tasks.comparisons import ComparedAnswers, ComparisonFile, read_comparisons, split_by_prompt
 from tests.kit.configs import make_config

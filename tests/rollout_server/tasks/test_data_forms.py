@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config import ColumnsConfig, DataConfig, TaskConfig
+from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
@@ -260,7 +260,7 @@ def test_a_wrong_list_of_files_is_refused(path: Any, key: str) -> None:
 
 
 def test_a_list_of_files_is_written_and_read_alike(tmp_path: Path) -> None:
-    from async_rl.config.loading import dump_config, load_config
+    from async_rl.base.config.loading import dump_config, load_config
 
     text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5, columns: {prompt: x}}]}\n"
     (tmp_path / "config.yaml").write_text(text)

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config import ColumnsConfig
+from async_rl.base.config import ColumnsConfig
 from rollout_server.tasks.gsm8k_rows import INSTRUCTION
 from tests.kit.data_files import opened, written
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from configs.json_lists import COUNTS, KINDS, WORKED, JsonLists, array_of_texts, graded, question
 from tests.kit.engines.fakes import TOKENIZER
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from async_rl.config import Config
-from async_rl.config.task_parts import SandboxConfig
-from async_rl.errors import ConfigError, RewardError
+from async_rl.base.config import Config
+from async_rl.base.config.task_parts import SandboxConfig
+from async_rl.base.errors import ConfigError, RewardError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards

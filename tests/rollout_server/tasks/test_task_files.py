@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config import Config, TaskConfig
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config, TaskConfig
+from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.rewards.base import open_gold_reward, open_rewards
 from rollout_server.rewards.rules import gsm8k

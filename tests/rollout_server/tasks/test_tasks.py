@@ -11,9 +11,9 @@ import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 
-from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.types import Prompt
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task, open_task

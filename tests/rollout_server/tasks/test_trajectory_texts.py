@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import dump_config
-from async_rl.errors import ConfigError
+from async_rl.base.config import Config
+from async_rl.base.config.loading import dump_config
+from async_rl.base.errors import ConfigError
 from rollout_server.tasks.base import open_task
 from rollout_server.tasks.trajectory_texts import TrajectoryTexts
 from tests.kit.configs import changed, make_config

@@ -1,4 +1,4 @@
-"""Frees a worker that hangs in a collective of a failed push, as async_rl/weights/broadcast.py does elsewhere."""
+"""Frees a worker that hangs in a collective of a failed push, as async_rl/base/weights/broadcast.py does elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""async_rl/weights/parcels.py under a name that vLLM's workers can import: its environment has no async_rl."""
+"""async_rl/base/weights/parcels.py under a name that vLLM's workers can import: its environment has no async_rl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_FILE = Path(__file__).resolve().parents[4] / "async_rl" / "weights" / "parcels.py"
+_FILE = Path(__file__).resolve().parents[4] / "async_rl" / "base" / "weights" / "parcels.py"
 
 
 def _module() -> Any:

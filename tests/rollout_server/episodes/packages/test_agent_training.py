@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_rl.config.loading import load_config
+from async_rl.base.config.loading import load_config
 from tests.kit.assembled import Run, run_assembled
 from tests.kit.engines.vllm import needs_vllm
 from tests.kit.models import save_tiny_model

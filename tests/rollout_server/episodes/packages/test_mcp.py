@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import ToolCall
 from rollout_server.episodes.tools.mcp_server import McpServer
 from rollout_server.episodes.tools.tool import Tool, ToolCaller, load_tools

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits

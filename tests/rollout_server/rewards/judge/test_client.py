@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from async_rl.config import RolloutPlacement
-from async_rl.errors import ConfigError, RewardError
+from async_rl.base.config import RolloutPlacement
+from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.rewards.judge import client
 from rollout_server.rewards.judge.rewards import share_of_rate
 from tests.kit.configs import changed

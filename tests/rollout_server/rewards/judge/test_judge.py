@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_gold_reward, open_rewards
 from rollout_server.rewards.judge.rewards import pairs_of

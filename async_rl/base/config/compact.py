@@ -1,0 +1,90 @@
+"""The checks of weight_sync.lora and weight_sync.delta: who can make whole weights of the values that travel, and of
+which kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from async_rl.base.config.check import check
+from async_rl.base.config.data import RolloutConfig
+from async_rl.base.config.learning import ModelConfig
+from async_rl.base.config.system import WeightSyncConfig
+from async_rl.base.seams import ENGINES, TRANSPORTS
+
+_FLOAT32 = "In float32 a step changes nearly all values: there is nothing to save."
+
+
+def check_compact(
+    sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelConfig, working: Collection[str]
+) -> None:
+    """Check that adapters or changed values, if they are pushed in place of whole weights, fit the other settings.
+
+    Args:
+        working: names of the transports that may work where the run will be.
+
+    Raises:
+        SettingsError: they do not. The message gives the reason and the alternative.
+    """
+    if not sync.is_compact:
+        return
+    check(
+        sync.lora == "merged" or model.lora.rank > 0, "weight_sync.lora", sync.lora,
+        "merged with model.lora.rank 0", "Without adapters every weight is trained.",
+    )
+    check(
+        sync.lora == "merged" or not sync.delta, "weight_sync.delta", True, "false with weight_sync.lora adapter",
+        "All values of adapters change in each step, and they are few.",
+    )
+    check(
+        not sync.delta or model.dtype != "float32", "weight_sync.delta", True, "false with model.dtype float32",
+        _FLOAT32,
+    )
+    key, got, default = _setting(sync)
+    able = [name for name, entry in ENGINES.items() if entry.rebuilds_weights]
+    check(
+        rollout.engine_entry.rebuilds_weights, key, got, f"{default} with rollout.engine {rollout.engine}",
+        f"Its servers take whole weights only. Or set rollout.engine: {' or '.join(able)}.",
+    )
+    quantising = [name for name in rollout.server_args if name.replace("_", "-") in rollout.engine_entry.quantises_by]
+    for unfit, setting, reason in (
+        (
+            bool(quantising), f"{', '.join(quantising)} in rollout.server_args",
+            "The weights that a server makes of parts have the type model.dtype; it can't make quantised ones of them.",
+        ),
+        (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts make weights of parts."),
+        (sync.double_buffer != "none", f"weight_sync.double_buffer {sync.double_buffer}",
+         "Staged weights must come whole."),
+    ):
+        check(not unfit, key, got, f"{default} with {setting}", reason)
+    check_compact_transport(sync, working)
+
+
+def check_compact_transport(sync: WeightSyncConfig, working: Collection[str]) -> None:
+    """Check that the transport, unless it is auto, carries what travels in place of whole weights.
+
+    Args:
+        working: names of the transports that work where the run is.
+    """
+    entry, (key, got, default) = sync.transport_entry, _setting(sync)
+    able = [name for name in working if TRANSPORTS[name].carries_parcels]
+    others = f" Others: {' or '.join(able)}." if able else ""
+    check(
+        not sync.is_compact or entry is None or entry.carries_parcels, key, got,
+        f"{default} with weight_sync.transport {sync.transport}",
+        f"It moves whole weights within one host or in a form of its own.{others}",
+    )
+
+
+def check_compact_type(sync: WeightSyncConfig, model: ModelConfig, device_type: str) -> None:
+    """Check that the servers of a sparse push compute in bfloat16, where model.dtype auto is resolved by the device."""
+    check(
+        not sync.delta or model.dtype != "auto" or device_type != "cpu", "weight_sync.delta", True,
+        "false with model.dtype auto on a CPU, which is float32", f"{_FLOAT32} Or set model.dtype: bfloat16.",
+    )
+
+
+def _setting(sync: WeightSyncConfig) -> tuple[str, object, str]:
+    """Return the key of the setting that makes pushes compact, its value, and its default."""
+    if sync.delta:
+        return "weight_sync.delta", True, "false"
+    return "weight_sync.lora", sync.lora, "merged"

@@ -1,0 +1,341 @@
+"""Checks for settings of different sections that are each valid but do not work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from async_rl.base.config.check import check, either
+from async_rl.base.config.compact import check_compact
+from async_rl.base.config.depths import check_slots
+from async_rl.base.config.held_out import check_best, check_eval_servers, check_gold
+from async_rl.base.config.learning import check_average
+from async_rl.base.config.staging import check_staging
+from async_rl.base.config.watch import check_watch
+from async_rl.base.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
+
+if TYPE_CHECKING:
+    from async_rl.base.config import Config
+
+
+def check_cross_section(config: Config) -> None:
+    """Check all settings that depend on settings of other sections.
+
+    Raises:
+        SettingsError: two settings do not work together. The message gives the reason and the alternative.
+    """
+    _check_sequence_parallel(config)
+    _check_sizes(config)
+    _check_algorithm(config)
+    _check_interpolated(config)
+    _check_episodes(config)
+    check_slots(config.staleness.depth, config.slots, config.slot_limits)
+    _check_replay(config)
+    check_best(config.checkpoint, config.eval, config.task)
+    check_eval_servers(config.placement.eval.servers, config.eval, config.task, config.rollout.server_url)
+    check_average(config.learner, config.eval, config.placement)
+    _check_judge(config)
+    _check_difficulty(config)
+    check_watch(config.watch, config.checkpoint)
+    check_gold(config.eval, config.task, has_rule=config.reward_model.leaves_task_out)
+    _check_updates(config)
+    if config.placement.rollout.engines:
+        for name in config.engine_entries:
+            server = config.server_names[config.engines.index(name)]
+            config.of_server(server)  # making it makes these checks for the engine
+    else:
+        _check_engine(config)
+        working = _possible_transports(config)
+        _check_transport(config, working)
+        check_staging(
+            config.weight_sync, config.rollout, config.shares_gpus, config.placement.rollout.tp, working
+        )
+        check_compact(config.weight_sync, config.rollout, config.model, working)
+    if config.staleness.mode == "exact":
+        _check_exact(config)
+
+
+def _check_sizes(config: Config) -> None:
+    learner, shares, parts = config.learner, config.batch_shares, config.algorithm.num_minibatches
+    slices = learner.sequence_parallel
+    shared_by = "" if slices == 1 else f" / learner.sequence_parallel = {slices}"
+    answered = "task.max_prompt_tokens + rollout.max_response_tokens"
+    longest = "rollout.max_episode_tokens" if config.rollout.max_episode_tokens else answered
+    check(
+        learner.sharding == "full" or config.placement.learner.nodes > 1, "learner.sharding", learner.sharding,
+        "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
+    )
+    check(
+        config.episodes_per_step >= shares, f"placement.learner.ranks{shared_by}", shares,
+        f"at most {config.episodes_per_step}, the episodes of a step (learner.prompts_per_step * rollout.group_size)",
+        "Each rank trains on at least one.",
+    )
+    check(
+        config.episodes_per_step >= parts * shares, "algorithm.num_minibatches", parts,
+        f"at most {config.episodes_per_step} episodes per step / {shares} learner ranks{shared_by}",
+    )
+    check(
+        learner.max_tokens_per_forward >= config.longest_tokens, "learner.max_tokens_per_microbatch",
+        learner.max_tokens_per_microbatch,
+        f"at least {longest} = {config.longest_tokens}{shared_by}",
+        "Or split the rows over several ranks with learner.sequence_parallel." if config.batch_shares > 1 else "",
+    )
+
+
+def _check_sequence_parallel(config: Config) -> None:
+    slices, placed = config.learner.sequence_parallel, config.placement.learner
+    ranks_per_node = placed.ranks // placed.nodes
+    check(
+        ranks_per_node % slices == 0, "learner.sequence_parallel", slices,
+        f"a divisor of {ranks_per_node}, the learner ranks of a node (placement.learner)",
+        "The ranks that split a row exchange its keys and values in every layer.",
+    )
+    check(
+        slices == 1 or config.model.attn_implementation != "eager", "model.attn_implementation", "eager",
+        f"sdpa, flex_attention or flash_attention_2 with learner.sequence_parallel {slices}",
+    )
+
+
+def _check_algorithm(config: Config) -> None:
+    advantage, entry = config.algorithm.advantage, config.algorithm.advantage_entry
+    size, reward_model, reference = config.rollout.group_size, config.reward_model.path, config.reference.path
+    check(
+        not entry.compares_group or size >= 2, "rollout.group_size", size,
+        f"at least 2 with algorithm.advantage {advantage}",
+        "Or set algorithm.advantage: remax or reinforce_pp; gae, too, which trains a critic.",
+    )
+    check(
+        not (entry.needs_greedy_baseline and reward_model), "reward_model.path", reward_model,
+        f"empty with algorithm.advantage {advantage}",
+        "Its greedy answers, the baseline, are scored in the worker, on another scale. Use rloo or grpo.",
+    )
+    ptx_coef, text = config.algorithm.ptx_coef, config.task.pretrain_path
+    check(
+        bool(text) == (ptx_coef > 0), "task.pretrain_path", text,
+        "the text to learn with algorithm.ptx_coef" if ptx_coef else "empty with algorithm.ptx_coef 0",
+    )
+    check(
+        reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
+        "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
+    )
+
+
+def _check_interpolated(config: Config) -> None:
+    by_ess, is_interpolated = config.learner.lr_by_ess, config.algorithm.old_logprobs == "interpolate"
+    check(
+        by_ess == "off" or not is_interpolated, "learner.lr_by_ess", by_ess,
+        "off with algorithm.old_logprobs interpolate",
+        "Interpolated logprobs don't show how far the policy is. Or set algorithm.old_logprobs: recompute.",
+    )
+
+
+def _check_episodes(config: Config) -> None:
+    """Check the settings of episodes of several turns."""
+    task, rollout, advantage = config.task, config.rollout, config.algorithm.advantage
+    check(
+        not rollout.max_episode_tokens or task.has_turns, "rollout.max_episode_tokens", rollout.max_episode_tokens,
+        "0 without task.env, task.agent and task.tools", "The answer to a question is the whole episode then.",
+    )
+    has_questions = bool(task.path or task.name)
+    check(
+        not (rollout.max_episode_tokens and has_questions) or rollout.max_episode_tokens > task.max_prompt_tokens,
+        "rollout.max_episode_tokens", rollout.max_episode_tokens,
+        f"0, or more than task.max_prompt_tokens = {task.max_prompt_tokens}, the longest question",
+        "Raise it, or lower task.max_prompt_tokens: longer questions are left out.",
+    )
+    check(
+        not config.algorithm.advantage_entry.needs_greedy_baseline or not task.gives_rewards, "algorithm.advantage",
+        advantage, "one without a greedy baseline with task.env or task.agent", "Use rloo or grpo.",
+    )
+    loss, of_group = config.algorithm.loss_entry, [name for name, each in ADVANTAGES.items() if each.of_group]
+    check(
+        not (task.env and loss.needs_row_advantage and config.algorithm.advantage_entry.of_returns),
+        "algorithm.advantage", advantage, f"one of {', '.join(of_group)} with algorithm.loss {config.algorithm.loss} "
+        "and task.env", "Turns have rewards of their own, so the returns of a row's tokens differ.",
+    )
+    check(
+        not config.reward_model.path or not task.gives_rewards, "reward_model.path", config.reward_model.path,
+        "empty with task.env or task.agent", "These give the rewards.",
+    )
+    check(
+        not config.sft.oracle or task.has_turns, "sft.oracle", config.sft.oracle,
+        "empty without task.env, task.agent and task.tools", "It plays episodes of several turns.",
+    )
+
+
+def _check_replay(config: Config) -> None:
+    uses, fraction = config.buffer.max_uses, config.buffer.fresh_fraction
+    check(
+        uses == 1 or fraction < 1, "buffer.fresh_fraction", fraction, f"below 1 with buffer.max_uses {uses}",
+        f"No batch would have room for a used group. Set {1 / uses:g} or more but below 1, or buffer.max_uses: 1.",
+    )
+    check(  # a third is written as 0.333333
+        fraction * uses >= 1 - 1e-5, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
+        "In the long run, used groups can make up no more than the rest of a batch.",
+    )
+    check(
+        uses == 1 or config.staleness.max >= 1, "buffer.max_uses", uses, "1 with staleness.max 0",
+        "A used group is at least one version old. Set staleness.max >= 1.",
+    )
+    limits = config.slot_limits
+    check(
+        config.slots >= limits.fewest, "staleness.depth", config.staleness.depth,
+        f"{limits.smallest_depth:g} or more with buffer.max_uses {uses}",
+        "With less there are too few fresh groups to begin the next batch while this one is trained.",
+    )
+
+
+def _check_difficulty(config: Config) -> None:
+    """Check that the rewards within a group show whether a prompt is solved, and that prompts may differ by run."""
+    difficulty = config.task.difficulty
+    for unfit, where in (
+        (config.staleness.mode == "exact", "staleness.mode exact, which compares runs on the same prompts"),
+        (bool(config.reward_model.path), "reward_model.path, whose rewards the buffer does not have"),
+        (config.rollout.group_size == 1, "rollout.group_size 1, where one answer does not show it"),
+    ):
+        got = {"solved": difficulty.solved, "unsolved": difficulty.unsolved}
+        check(not (difficulty.skips and unfit), "task.difficulty", got, f"1 for both with {where}")
+
+
+def _check_judge(config: Config) -> None:
+    servers, path = config.placement.judge.servers, config.judge.path
+    check(
+        bool(servers) == bool(path), "placement.judge.servers", servers,
+        "1 or more with judge.path" if path else "0 without judge.path", "They serve the model that judges.",
+    )
+
+
+def _check_updates(config: Config) -> None:
+    """Check that weight_sync.on_update goes with staleness.on_late, with the time limits and with rollout.server_args.
+
+    With SGLang's overlap schedule and speculative decoding, tokens that are being sampled during a pause in place would
+    get a wrong version.
+    """
+    late, on_update, server_args = config.staleness.on_late, config.weight_sync.on_update, config.rollout.server_args
+    timeouts = config.timeouts
+    check(
+        late != "mask" or on_update != "drain", "staleness.on_late", late,
+        "wait or drop with weight_sync.on_update drain",
+        "All tokens of a drained answer are of one version: no single token can be too old. "
+        "Or set weight_sync.on_update: in_place, retract or abort.",
+    )
+    check(
+        on_update != "drain" or not config.task.has_turns or timeouts.batch_s >= timeouts.episode_s,
+        "timeouts.batch_s", timeouts.batch_s, f"at least timeouts.episode_s = {timeouts.episode_s:g} with "
+        "weight_sync.on_update drain and episodes of several turns",
+        "A push waits until the episodes that run have ended. Raise it, or lower timeouts.episode_s.",
+    )
+    flags = {name.replace("_", "-"): value for name, value in server_args.items()}
+    check(
+        flags.get("disable-overlap-schedule", True) is True or on_update != "in_place"
+        or "speculative-algorithm" not in flags, "rollout.server_args",
+        server_args, "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place with "
+        "speculative-algorithm",
+        "Else tokens are tagged with versions that did not sample them. Or set weight_sync.on_update: retract.",
+    )
+
+
+def _check_engine(config: Config) -> None:
+    """Check that the engine's entry declares each capability that the configuration uses."""
+    rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
+    servers, tp, most = config.placement.rollout.servers, config.placement.rollout.tp, entry.max_tensor_parallel
+    with_engine = f"with rollout.engine {rollout.engine}"
+    check(
+        sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
+        f"{either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
+    )
+    check(
+        not rollout.forbid_special_tokens or entry.forbids_tokens, "rollout.forbid_special_tokens", True,
+        f"false {with_engine}", _engines_with(lambda e: e.forbids_tokens),
+    )
+    check(
+        not rollout.forbid_special_tokens or config.learner.sequence_parallel == 1, "rollout.forbid_special_tokens",
+        True, "false with learner.sequence_parallel above 1", "The ranks that split a head know no forbidden tokens.",
+    )
+    taken = [name for name in rollout.server_args if name.replace("_", "-") in entry.sets_flags]
+    check(
+        not taken, "rollout.server_args", rollout.server_args, f"without {', '.join(entry.sets_flags)} {with_engine}",
+        f"async-rl sets these: leave {', '.join(taken)} out.",
+    )
+    check(
+        most == 0 or tp <= most, "placement.rollout.tp", tp, f"at most {most} {with_engine}",
+        "It can't split a model over more devices. Raise placement.rollout.servers for more.",
+    )
+    check(
+        not rollout.python or bool(entry.python), "rollout.python", rollout.python, f"empty {with_engine}",
+        f"It runs in the environment of this project. {_engines_with(lambda e: bool(e.python))}",
+    )
+    check(
+        not rollout.server_url or entry.attaches_to_url, "rollout.server_url", rollout.server_url,
+        f"empty {with_engine}", f"It can't take over a server. {_engines_with(lambda e: e.attaches_to_url)}",
+    )
+    check(
+        not rollout.server_url or servers == 1, "rollout.server_url", rollout.server_url,
+        f"empty with placement.rollout.servers {servers}", "The URL names one server.",
+    )
+
+
+def _check_transport(config: Config, working: Sequence[str]) -> None:
+    """Check that the engine receives what the named transport delivers, and that the placement suits the transport."""
+    name, entry = config.weight_sync.transport, config.weight_sync.transport_entry
+    if entry is None:
+        return
+    engine, allowed = config.rollout.engine_entry, either(["auto", *working])
+    check(
+        entry.delivers in engine.receives, "weight_sync.transport", name,
+        f"{allowed} with rollout.engine {config.rollout.engine}",
+        _engines_with(lambda other: entry.delivers in other.receives),
+    )
+    check(
+        not entry.needs_one_device or _may_share_device(config), "weight_sync.transport", name,
+        f"{allowed} but for servers of one GPU each on one host, which they share with a learner rank, with "
+        "network.host on loopback",
+        "With several GPUs set placement.colocated: true, and no more servers than learner ranks.",
+    )
+    check(
+        not entry.needs_own_gpus or _may_have_own_gpus(config), "weight_sync.transport", name,
+        f"{allowed} with placement.colocated",
+        "It needs a GPU for each learner rank and each server that no other uses. Or set placement.colocated: false.",
+    )
+
+
+def _possible_transports(config: Config) -> list[str]:
+    """Return the names of the transports that may work, as far as the settings name the devices of the run."""
+    entry = config.weight_sync.transport_entry
+    on_gpus = config.placement.learner.gpus_per_node > 0 or (entry is not None and "cpu" not in entry.devices)
+    return working_transports(
+        config.engine_entries.values(), "cuda" if on_gpus else "", one_device=_may_share_device(config),
+        own_gpus=_may_have_own_gpus(config),
+    )
+
+
+def _may_share_device(config: Config) -> bool:
+    """Whether each server may share a device with a learner rank, which can give it weights there."""
+    placement = config.placement
+    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
+    return placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank and config.network.is_on_loopback
+
+
+def _may_have_own_gpus(config: Config) -> bool:
+    """Whether each learner rank and each server may have a GPU that no other uses."""
+    return not config.placement.colocated or bool(config.rollout.server_url)
+
+
+def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
+    """Return the hint `Or set rollout.engine: a or b.` with the engines for which `can` is true; "" without any."""
+    names = [name for name, entry in ENGINES.items() if can(entry)]
+    return f"Or set rollout.engine: {either(names)}." if names else ""
+
+
+def _check_exact(config: Config) -> None:
+    """Check for staleness.mode exact that staleness.on_late is wait, on_update drain, every_steps 1 and max_uses 1."""
+    late, on_update = config.staleness.on_late, config.weight_sync.on_update
+    every_steps, uses = config.weight_sync.every_steps, config.buffer.max_uses
+    for key, got, needed, reason in (
+        ("staleness.on_late", late, "wait", "A push waits for the groups of a batch, so none is ever late."),
+        ("weight_sync.on_update", on_update, "drain", "An answer that spans two versions has no exact staleness."),
+        ("weight_sync.every_steps", every_steps, 1, "Every version trains a batch of its own."),
+        ("buffer.max_uses", uses, 1, "A group used again is older."),
+    ):
+        hint = f"{reason} Or set staleness.mode: bounded."
+        check(got == needed, key, got, f"{needed} with staleness.mode exact", hint)

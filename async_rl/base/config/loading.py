@@ -1,0 +1,158 @@
+"""Reads a `Config` from YAML and `key.sub=value` overrides, and writes it as YAML. Errors say where a key was set."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.config import AlgorithmConfig, Config
+from async_rl.base.config.check import SettingsError
+from async_rl.base.config.presets import PRESETS
+from async_rl.base.config.schema import describe, takes_text
+from async_rl.base.config.yaml_text import YAMLError, read_yaml, write_yaml
+from async_rl.base.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_MARKS_OF_YAML = ('"', "'", "|", ">", "!", "&")
+"""A text that begins with one of these is quoted, a block, or has a tag or an anchor: YAML determines its type."""
+
+
+def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a YAML file, or of settings as such a file holds, if one of these is given.
+
+    The `overrides`, texts `key.sub=value` whose values are YAML, are set on top. An override of algorithm.preset also
+    replaces what the source has of its own preset. Relative paths in the configuration are relative to the working
+    directory, not to the file.
+
+    Raises:
+        ConfigError: the file or an override can't be read, or settings can't work.
+    """
+    settings: dict[str, Any] = {"model": {}, "task": {}}
+    places: dict[str, str] = {}
+    if isinstance(source, Mapping):
+        settings.update(copy.deepcopy(dict(source)))
+    elif source:
+        _read_file(Path(source), settings, places)
+    for override in overrides:
+        _override(settings, places, override)
+    _apply_preset(settings, places)
+    try:
+        return Config(**{str(name): value for name, value in settings.items()})
+    except SettingsError as error:
+        raise SettingsError(error.problems, places) from None
+
+
+def text_override(key: str, value: object) -> str:
+    """Return an override that sets a key to a text such as a path, whatever YAML would read in it."""
+    return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
+
+
+def dump_config(config: Config) -> str:
+    """Return the resolved configuration as YAML; `load_config` makes an equal Config of it."""
+    return write_yaml(dataclasses.asdict(config))
+
+
+def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> None:
+    """Add the settings of a file to `settings`, and for each key its `FILE:LINE` to `places`."""
+    try:
+        content, lines = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "" if path.exists() else ". `async-rl init` writes one to begin with"
+        raise ConfigError(f"config file {path} can't be read: {error.strerror}{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from None
+    except YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"config file {path} must hold `section: ...` lines, got {describe(content)}")
+    settings.update(content or {})
+    places.update({key: f"{path}:{line}" for key, line in lines.items()})
+
+
+def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
+    """Set one key or section in `settings` by an override such as `staleness.max=2`; `task.reward=` sets a text to "".
+
+    A text without quotes is taken as it stands: YAML would end it at ` #` and join its lines.
+    """
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    names = key.split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"override {override!r} must have the form key.sub=value, e.g. staleness.max=2")
+    try:
+        value, lines = read_yaml(text)
+    except YAMLError as error:
+        raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from None
+    is_plain = not text.lstrip().startswith(_MARKS_OF_YAML)
+    if (is_plain and isinstance(value, str)) or (text.strip()[:1] in ("", "#") and takes_text(Config, key)):
+        value = text.strip()
+    if key == "algorithm.preset" and places.get(key) != COMMAND_LINE:
+        _leave_preset(settings.get("algorithm"), value, places)
+    node = settings
+    for depth, name in enumerate(names[:-1], 1):
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+            places[".".join(names[:depth])] = COMMAND_LINE
+        node = node[name]
+    node[names[-1]] = value
+    for below in [each for each in places if each.startswith(f"{key}.")]:
+        del places[below]
+    places.update(dict.fromkeys([key, *(f"{key}.{below}" for below in lines)], COMMAND_LINE))
+
+
+def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
+    """Set the keys of `algorithm.preset` that were not given. AlgorithmConfig refuses an unknown preset later."""
+    if settings.get("algorithm") is None:
+        settings["algorithm"] = {}
+    section = settings["algorithm"]
+    name = section.get("preset", AlgorithmConfig.preset) if isinstance(section, dict) else None
+    if isinstance(name, str) and name in PRESETS:
+        preset = PRESETS[name]
+        if section.get("loss", AlgorithmConfig.loss) != preset.get("loss", AlgorithmConfig.loss):
+            preset = {key: value for key, value in preset.items() if key != "params"}  # those are of the preset's loss
+        _fill(section, preset, "algorithm", f"preset {name}", places)
+
+
+def _leave_preset(section: Any, wanted: Any, places: dict[str, str]) -> None:
+    """Remove the settings of the section `algorithm` that its own preset gave it, if another preset is wanted.
+
+    A resolved configuration, such as the config.yaml of a run, gives every key, and no other preset could set any.
+    Keys that earlier overrides have set stay.
+    """
+    name = section.get("preset") if isinstance(section, dict) else None
+    if not isinstance(name, str) or name not in PRESETS or name == wanted:
+        return
+    resolved: dict[str, Any] = {"algorithm": {"preset": name}}
+    _apply_preset(resolved, {})
+    _remove_equal(section, dataclasses.asdict(AlgorithmConfig(**resolved["algorithm"])), "algorithm", places)
+
+
+def _remove_equal(section: dict[str, Any], values: Mapping[str, Any], key: str, places: dict[str, str]) -> None:
+    for name, value in values.items():
+        found, below = section.get(name, ...), f"{key}.{name}"
+        if isinstance(found, dict) and isinstance(value, dict):
+            _remove_equal(found, value, below, places)
+        elif _listed(found) == _listed(value) and places.get(below) != COMMAND_LINE:
+            section.pop(name)
+            places.pop(below, None)
+
+
+def _listed(value: Any) -> Any:
+    """Return a tuple as the list that YAML has in its place, any other value as it is."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _fill(section: dict[str, Any], defaults: dict[str, Any], key: str, place: str, places: dict[str, str]) -> None:
+    for name, default in defaults.items():
+        if isinstance(default, dict):
+            below = section.setdefault(name, {}) or {}
+            if isinstance(below, dict):
+                section[name] = below
+                _fill(below, default, f"{key}.{name}", place, places)
+        elif name not in section:
+            section[name] = default
+            places[f"{key}.{name}"] = place

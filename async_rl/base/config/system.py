@@ -1,0 +1,285 @@
+"""The sections run, weight_sync, placement and timeouts of the configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from async_rl.base.config.check import check
+from async_rl.base.config.params import OnePart
+from async_rl.base.config.section import List, Named, PathText, Section, checked, section
+from async_rl.base.seams import ENGINES, TRANSPORTS, TransportEntry, find_entry
+
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""A timeout of at most eleven days: ZMQ counts the milliseconds of a wait in 32 bits."""
+
+
+@section("run")
+class RunConfig:
+    """The run: its name, its seed, its length, and the run that it continues."""
+
+    name: Annotated[str, checked(
+        lambda name: name not in ("", ".", "..") and "/" not in name, "the name of a folder, without '/'"
+    )] = "run"  # fmt: skip
+    """The name of the run's folder."""
+    dir: PathText = "runs"
+    """The folder that holds the run's folder."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """The seed of prompts, sampling and training. Engines take no others than 0 to 2**32 - 1."""
+    steps: PositiveInt = 100
+    """Learner steps (batches) to take in this run."""
+    seconds: NonNegativeFloat = 0.0
+    """The run ends after the learner step that reaches this many seconds since the first step; each resume begins to
+    count anew. 0: no limit."""
+    resume: PathText = ""
+    """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
+
+
+@section("weight_sync")
+class WeightSyncConfig(OnePart):
+    """How new weights reach the rollout servers, and what running requests do meanwhile."""
+
+    transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
+    """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
+    each server shares a GPU with a learner rank of the same host, else disk."""
+    on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
+    """How running requests take new weights. in_place: they pause, keep their KV cache and continue.
+    retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
+    they have."""
+    every_steps: PositiveInt = 1
+    """Learner steps between two pushes."""
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
+    """Bytes of weights that are sent at once."""
+    double_buffer: Literal["none", "device", "host"] = "none"
+    """The memory of servers for weights that are not complete yet, while the old ones go on sampling. The pause is
+    then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
+    transports nccl and gloo. none: servers stand still while weights travel."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """The form of adapters (model.lora) on their way. merged: within whole weights. adapter: alone, and servers add
+    them to the weights of their model folder, which gives the same up to rounding; with the transports nccl, gloo and
+    disk."""
+    delta: bool = False
+    """Push only the values that have changed since the push before; all of them when a server has joined or a push has
+    failed. It pays where servers compute in bfloat16, because a step changes few bfloat16 values; with the transports
+    nccl, gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
+    verify: bool = True
+    """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
+    server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that `transport`, one of your own, declares."""
+
+    @property
+    def part(self) -> tuple[str, str, Any]:
+        entry = self.transport_entry
+        return "weight_sync.transport", self.transport, entry.settings if entry else None
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether weights travel as parcels (async_rl/base/weights/parcels.py); servers make whole tensors of them."""
+        return self.delta or self.lora == "adapter"
+
+    @property
+    def transport_entry(self) -> TransportEntry | None:
+        """The `TransportEntry` that `transport` names; None for auto, the first of `working_transports`."""
+        return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
+
+
+@section("placement.learner")
+class LearnerPlacement:
+    """The placement of the learner: the number of its ranks, their nodes, and whether each rank has a GPU."""
+
+    nodes: PositiveInt = 1
+    """Nodes that hold learner ranks."""
+    gpus_per_node: NonNegativeInt = 0
+    """Ranks on each node, with a GPU each. 0: `ranks` gives their number; they use the GPUs there are, else the CPU."""
+    ranks: NonNegativeInt = 0
+    """Ranks on all nodes together. 0: nodes * gpus_per_node, or one on each node."""
+    resource: str = ""
+    """The Ray resource that a node must offer (`ray start --resources`), to tell kinds of hosts apart. Empty: any node.
+    """
+
+    def __post_init__(self) -> None:
+        derived = self.nodes * max(1, self.gpus_per_node)
+        ranks = self.ranks or derived
+        check(
+            ranks == derived if self.gpus_per_node else ranks % self.nodes == 0, "placement.learner.ranks", ranks,
+            f"nodes * gpus_per_node = {derived}" if self.gpus_per_node else f"a multiple of {self.nodes} nodes",
+        )
+        object.__setattr__(self, "ranks", ranks)
+
+
+@section("placement.rollout")
+class RolloutPlacement:
+    """The number of rollout servers, of their nodes, and of the GPUs of each."""
+
+    nodes: NonNegativeInt = 0
+    """Nodes reserved for rollout servers. 0: they share the learner's nodes."""
+    servers: PositiveInt = 1
+    """Rollout servers on all nodes together."""
+    engines: List[tuple[Annotated[str, Named(ENGINES, "placement.rollout.engines")], ...]] = ()
+    """The engine of each server, e.g. [sglang, vllm]. Empty: rollout.engine for all. Servers of another engine than
+    rollout.engine get none of rollout.server_args."""
+    tp: PositiveInt = 1
+    """GPUs of each server (tensor parallelism)."""
+    resource: str = ""
+    """Like placement.learner.resource, for the nodes reserved for rollout servers."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts allowed for each server, evaluation servers included, between two learner steps; one more failure ends
+    the run."""
+
+    def __post_init__(self) -> None:
+        check(
+            self.servers % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
+            f"a multiple of {self.nodes} nodes",
+        )
+        check(
+            len(self.engines) in (0, self.servers), "placement.rollout.engines", list(self.engines),
+            f"empty, or one engine for each of {self.servers} servers",
+        )
+
+
+@section("placement.eval")
+class EvalPlacement:
+    """The evaluation servers, which answer held-out prompts and nothing else, so that training does not wait for them.
+    """
+
+    servers: NonNegativeInt = 0
+    """Servers that make the evaluations beside training, on the nodes of the rollout servers, each with rollout.engine
+    and placement.rollout.tp GPUs. A version that is due is pushed to them, so that all of its answers come from it. If
+    they are still busy then, the version is skipped, or its push waits (see eval.every_steps), and no other push does.
+    0: a rollout server evaluates, beside its work for training."""
+
+
+@section("placement.judge")
+class JudgePlacement:
+    """The servers of the judge (judge.path), which no weights are pushed to."""
+
+    servers: NonNegativeInt = 0
+    """Servers of judge.path, on the nodes of the rollout servers, between which its requests are shared."""
+    tp: PositiveInt = 1
+    """GPUs of each of them (tensor parallelism)."""
+
+
+@section("placement")
+class PlacementConfig:
+    """The nodes, GPUs and cores that learner ranks and servers get, and whether they share GPUs."""
+
+    learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
+    rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
+    eval: Section[EvalPlacement] = field(default_factory=EvalPlacement)
+    judge: Section[JudgePlacement] = field(default_factory=JudgePlacement)
+    colocated: bool = False
+    """Learner ranks and servers share GPUs, one of each on a GPU; rollout.gpu_memory_utilization splits the memory."""
+    pin_cpus: bool = False
+    """Each server and learner rank gets cores of its own, an equal share of this host's. Without GPUs, rollout and
+    learner work at the same time only with this."""
+
+    def __post_init__(self) -> None:
+        check(
+            not self.colocated or (self.rollout.nodes == 0 and self.rollout.tp == 1), "placement.colocated", True,
+            "false where servers have nodes of their own, or span GPUs (placement.rollout.nodes, tp)",
+        )
+        check(
+            self.rollout.nodes > 0 or self.rollout.servers % self.learner.nodes == 0, "placement.rollout.servers",
+            self.rollout.servers, f"a multiple of the learner's {self.learner.nodes} nodes, which they share",
+        )
+        check(
+            not (self.colocated and self.eval.servers), "placement.eval.servers", self.eval.servers,
+            "0 with placement.colocated", "Evaluation servers want GPUs that no learner rank uses.",
+        )
+        check(
+            not (self.colocated and self.judge.servers), "placement.judge.servers", self.judge.servers,
+            "0 with placement.colocated", "The judge wants GPUs that no learner rank uses. Or set judge.urls.",
+        )
+        check(not (self.pin_cpus and self.num_nodes > 1), "placement.pin_cpus", True, "false on several nodes")
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes of the whole run."""
+        return self.learner.nodes + self.rollout.nodes
+
+    @property
+    def num_servers(self) -> int:
+        """The number of servers of the whole run: for rollouts, for evaluations and of the judge."""
+        return self.rollout.servers + self.eval.servers + self.judge.servers
+
+    @property
+    def ranks_of_servers(self) -> dict[str, int]:
+        """The learner rank on the GPU of each rollout server, by the server's name; {} without `colocated`.
+
+        On each node the first rank is on the GPU of the first server, and so on. Servers without a rank are left out.
+        """
+        if not self.colocated:
+            return {}
+        nodes = self.learner.nodes
+        ranks, servers = self.learner.ranks // nodes, self.rollout.servers // nodes
+        return {
+            f"rollout/{node * servers + gpu}": node * ranks + gpu
+            for node in range(nodes) for gpu in range(min(ranks, servers))
+        }
+
+    @property
+    def processes_per_node(self) -> int:
+        """The largest number of learner ranks and servers that are on one node and share its cores."""
+        ranks = self.learner.ranks // self.learner.nodes
+        return max(ranks, self.servers_per_node) if self.rollout.nodes else ranks + self.servers_per_node
+
+    @property
+    def servers_per_node(self) -> int:
+        """The largest number of servers that are on one node."""
+        return math.ceil(self.num_servers / (self.rollout.nodes or self.learner.nodes))
+
+
+
+
+class Limit(NamedTuple):
+    """The time limit of one wait, with the configuration key that sets it, which the error of a longer wait names."""
+
+    seconds: float
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s ({self.key})"
+
+
+@section("timeouts")
+class TimeoutsConfig:
+    """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
+
+    startup_s: Seconds = 600.0
+    """How long a process of the run may take to start and to reach the others, and a reward to open its files and
+    connections."""
+    generate_s: Seconds = 1800.0
+    """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
+    tool_s: Seconds = 30.0
+    """How long one call of a tool may take. The model is told when it took longer."""
+    turn_s: Seconds = 120.0
+    """How long an environment may take to answer a reply, or an agent to ask for the next one."""
+    episode_s: Seconds = 3600.0
+    """How long one episode may take. After that `task.on_timeout` decides its reward."""
+    reward_s: Seconds = 30.0
+    """How long one call of the reward function may take, from when a thread begins with it."""
+    batch_s: Seconds = 3600.0
+    """How long one large piece of work may take: the batch that the learner waits for, the groups that a push waits for
+    with weight_sync.on_update drain, an evaluation, the writing of a checkpoint."""
+    push_s: Seconds = 300.0
+    """How long each part of a weight push may take: that all servers join it, pause, get a bucket, or go on."""
+    buffer_s: Seconds = 30.0
+    """How long one request to the buffer may take."""
+    silent_s: Seconds = 60.0
+    """A process that tells the driver nothing for this long counts as dead; a buffer with a journal counts as dead
+    after buffer_s / 3."""
+    shutdown_s: Seconds = 30.0
+    """How long a process that was asked to end may take."""
+    pause_s: Seconds = 259_200.0
+    """How long a run that its watcher has paused waits for `async-rl answer`, before it ends with a checkpoint."""
+    interrupt_s: Seconds = 300.0
+    """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
+    """
+
+    def limit(self, name: str) -> Limit:
+        """Return the timeout in the field `name`, such as push_s, with its configuration key."""
+        return Limit(getattr(self, name), f"timeouts.{name}")

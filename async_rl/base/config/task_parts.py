@@ -1,0 +1,169 @@
+"""The parts of the section task: its files of prompts, the columns of these, and the rewards."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, WithJsonSchema
+
+from async_rl.base.config.check import check
+from async_rl.base.config.network import is_server_url
+from async_rl.base.config.section import PathText, Section, checked, section
+
+RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env", "reward_model")
+"""The names in reward/... that mean something else."""
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"[\w.-]{0,64}", text) is not None
+
+
+@section("task.rewards")
+class RewardConfig:
+    """One of the rewards whose weighted sum is the reward of an answer."""
+
+    name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
+    """The name under which it is logged. Empty: the name of the rule or the function."""
+    reward: str = ""
+    """As in task.reward."""
+    weight: float = 1.0
+    """The factor of its score in the sum. 0: it is only logged."""
+    weights: Section[dict[str, float]] = field(default_factory=dict)
+    """The factors in the sum of further numbers that it returns, by their names: {format: 0.2}."""
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that it declares."""
+    timeout_s: NonNegativeFloat = 0.0
+    """How long one call may take. 0: timeouts.reward_s."""
+    concurrency: NonNegativeInt = 0
+    """Calls that a worker makes at once. 0: what the reward declares, else 32 of a `def` and 256 of an `async def`."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether a number of it is in the sum, so that an answer needs its verdict."""
+        return bool(self.weight or any(self.weights.values()))
+
+    @property
+    def short_name(self) -> str:
+        """The name of the rule or the function, or `task` for the task's own reward."""
+        return self.reward.rpartition(":")[2] or "task"
+
+
+@section("task.sandbox")
+class SandboxConfig:
+    """Where programs in answers run, also answers that scorers of reasoning_gym may run."""
+
+    kind: Literal["bubblewrap", "none"] = "bubblewrap"
+    """bubblewrap: contained, in namespaces of their own. none: with all rights of the user of the run."""
+    url: str = ""
+    """A service that speaks SandboxFusion's API and runs programs in place of `kind`: http://host:8080."""
+
+    def __post_init__(self) -> None:
+        check(not self.url or is_server_url(self.url), "task.sandbox.url", self.url, "http://host:port or empty")
+
+    def __str__(self) -> str:
+        if self.url:
+            return f"run at {self.url} (task.sandbox.url)"
+        if self.kind == "none":
+            return "are not contained (task.sandbox.kind: none)"
+        return "are contained by bubblewrap"
+
+
+@section("task.columns")
+class ColumnsConfig:
+    """The columns of task.path and task.eval_path. Those that are empty are found: verl's, TRL's, verifiers', GSM8K's.
+    An entry of a list of files may have others.
+
+    A name with dots is a column, or leads into one of mappings: reward_model.ground_truth.
+    """
+
+    prompt: str = ""
+    """The prompt: text, or a list of chat messages."""
+    reference: str = ""
+    """The value that the reward compares an answer with: question.ground_truth."""
+    solution: str = ""
+    """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
+    source: str = ""
+    """The kind of a question; each kind has its own accuracy. Empty: data_source or task, else the file's name."""
+
+
+@section("task.path[]")
+class DataConfig:
+    """One of several sources of prompts."""
+
+    path: PathText
+    """A file, a glob, a folder of datasets.save_to_disk, or a data set of the hub, as in task.path."""
+    weight: PositiveFloat = 1.0
+    """How often its rows come in an epoch: 2: twice. 0.25: a quarter of them, in each epoch the next one."""
+    name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
+    """The name under which held-out results are logged: eval/accuracy/<name>. Empty: the file's name."""
+    columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
+    """The columns of this source, all of them in place of those in task.columns. Empty: task.columns."""
+
+    @property
+    def short_name(self) -> str:
+        """`name`, or the name of the file or folder without its ending."""
+        return self.name or re.sub(r"[^\w.-]+", "-", Path(self.path).stem).strip("-") or "data"
+
+
+Chance = Annotated[float, Field(ge=0.01, le=1)]
+
+
+@section("task.difficulty")
+class DifficultyConfig:
+    """The lowest chances with which prompts are sampled whose answers all have one reward. 1: none is skipped.
+
+    Nothing is learned from such a group. With each one in a row the chance that a prompt is sampled in an epoch halves,
+    down to these; a group with different rewards makes it 1 again.
+    """
+
+    solved: Chance = 1.0
+    """The lowest chance of a prompt whose answers were all right, by eval.correct_threshold."""
+    unsolved: Chance = 1.0
+    """The lowest chance of a prompt whose answers were not right, and all had one reward. A higher one than `solved`
+    gives hard prompts more tries."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether prompts may be skipped."""
+        return min(self.solved, self.unsolved) < 1
+
+
+def _read_data(given: Any) -> str | tuple[DataConfig, ...]:
+    if given is None or isinstance(given, str):
+        return os.path.expanduser(given or "")
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ValueError("a file, a glob, a folder, a data set of the hub, or a list of these")
+    return tuple(
+        each if isinstance(each, DataConfig) else DataConfig(**(each if isinstance(each, dict) else {"path": each}))
+        for each in given
+    )
+
+
+_ENTRY = {
+    "type": "object", "additionalProperties": False, "required": ["path"],
+    "properties": {
+        "path": {"type": "string"}, "weight": {"type": "number"}, "name": {"type": "string"},
+        "columns": {
+            "type": "object", "additionalProperties": False,
+            "properties": {part: {"type": "string"} for part in ("prompt", "reference", "solution", "source")},
+        },
+    },
+}  # fmt: skip
+DataPaths = Annotated[
+    str | tuple[DataConfig, ...], PlainValidator(_read_data),
+    WithJsonSchema({
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, _ENTRY]}}]
+    }),
+]  # fmt: skip
+"""The type of a field that names prompts: one source of them, or a list of texts and of what a DataConfig has."""
+
+
+def data_of(paths: str | tuple[DataConfig, ...]) -> tuple[DataConfig, ...]:
+    """Return the sources that a field of the type DataPaths names; () if it is empty."""
+    if isinstance(paths, str):
+        return (DataConfig(path=paths),) if paths else ()
+    return paths

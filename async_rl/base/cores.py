@@ -1,0 +1,50 @@
+"""The number of cores that a process may use, and of threads that it starts on them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from async_rl.base.config import Config
+
+BEGAN_WITH = Path("/proc/self/environ")
+"""The environment variables with which this process began, unlike os.environ, where Python code adds others."""
+SPINS = 2_000
+"""How often a computing thread looks for work before it sleeps: some ten microseconds, the time between two operators.
+libgomp's default, 300,000, is right for cores of one's own. Where threads of other programs, or of another process of
+the run, use the same cores, it wastes nine tenths of the CPU time, as a thread spins until a peer gets a core again."""
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on, as limited by SLURM, taskset or placement.pin_cpus."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def limit_spinning() -> None:
+    """Let computing threads of this process, and of those that it starts, spin SPINS times for work and then sleep.
+
+    Call it before torch is imported. A GOMP_SPINCOUNT or OMP_WAIT_POLICY of the user is kept.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+
+
+def threads_per_process(config: Config) -> int:
+    """Return how many computing threads a learner rank or rollout server starts: an even share of the host's cores."""
+    sharers = 1 if config.placement.pin_cpus else config.placement.processes_per_node  # pinned, it sees its own cores
+    return max(1, usable_cores() // sharers)
+
+
+def server_threads(config: Config) -> str:
+    """Return OMP_NUM_THREADS for the process of a server: the user's value, else an even share of the host's cores."""
+    value = os.environ.get("OMP_NUM_THREADS")
+    return str(threads_per_process(config)) if value is None or _ray_chose_threads() else value
+
+
+def _ray_chose_threads() -> bool:
+    """Whether OMP_NUM_THREADS is not the user's: Ray sets it to 1 in an actor that has begun without it."""
+    if "RAY_RAYLET_PID" not in os.environ or not BEGAN_WITH.exists():  # no process that Ray has started
+        return False
+    return not any(each.startswith(b"OMP_NUM_THREADS=") for each in BEGAN_WITH.read_bytes().split(b"\0"))

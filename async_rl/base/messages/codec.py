@@ -1,0 +1,251 @@
+"""Encodes a Group to msgpack bytes and decodes it, after checking all that comes from the network.
+
+    group     {schema, each field of GroupFacts, lengths [N], each field of Row for all N rows,
+               episodes: None if each of the N rows is the answer to a question, else see episode_columns.py}
+    array     [dtype, number of elements, little-endian bytes]
+
+A group of N rows is sent as columns, each with one row after the other, so that a few array operations check
+all rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
+read-only views of the columns. Which fields there are, and what each may hold, is declared in async_rl/base/types.py;
+the rules here and in episode_columns.py are those between fields.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.base.errors import WireError
+from async_rl.base.field_kinds import Kind, PerToken, Scalar, kinds_of
+from async_rl.base.messages.episode_columns import check_episodes, pack_episodes
+from async_rl.base.messages.field_packing import (
+    one_dimensional,
+    pack_column,
+    pack_value,
+    read_array,
+    read_column,
+    read_value,
+    refuse_element,
+)
+from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.message_reader import INT32, Fields, pack, pack_array, refusal, unpack
+from async_rl.base.types import BoolArray, EpisodeFacts, FloatArray, Group, GroupFacts, IntArray, Row
+
+T = TypeVar("T")
+
+MAX_ROUNDING = 1e-4
+"""The largest logprob above 0 that is taken for a rounding error and sent as 0. Float32 log-softmax rounds the logprob
+0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or negated
+logprobs sent by mistake."""
+
+_GROUP = kinds_of(GroupFacts, Kind)
+_TOKEN_ARRAYS = kinds_of(Row, PerToken)
+_ROW = kinds_of(Row, Scalar)
+_MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_ROW, "episodes")
+_GROUP_FIELDS = frozenset(_MESSAGE_FIELDS)
+assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has the name of one of Row"
+
+_DECLARED = [kinds_of(declared, Kind) for declared in (GroupFacts, Row, EpisodeFacts)]
+SCHEMA_VERSION = zlib.crc32(repr(_DECLARED).encode())
+"""Version of every message: a checksum of all declared fields."""
+
+_PACK_GROUP = {name: pack_value(name, kind) for name, kind in _GROUP.items()}
+_READ_GROUP = {name: read_value(name, kind) for name, kind in _GROUP.items()}
+_DTYPES = {name: np.dtype(kind.dtype) for name, kind in _TOKEN_ARRAYS.items()}
+_READ_TOKENS = {name: read_array(name, kind) for name, kind in _TOKEN_ARRAYS.items()}
+_PACK_ROWS = {name: pack_column(name, kind) for name, kind in _ROW.items()}
+_READ_ROWS = {name: read_column(name, kind, "rows[{}]") for name, kind in _ROW.items()}
+
+
+def encode_group(group: Group) -> bytes:
+    """Return a group as bytes for `decode_group`; a logprob above 0 by a rounding error becomes 0.
+
+    WireError: an array has the wrong shape, dtype or length, or the turns of a row do not match its rewards.
+    """
+    rows = group.rows
+    arrays = {name: _column(name, rows, dtype) for name, dtype in _DTYPES.items()}
+    if len(logprobs := arrays["logprobs"]) and 0 < np.maximum.reduce(logprobs) <= MAX_ROUNDING:
+        arrays["logprobs"] = np.minimum(logprobs, 0)
+    return pack(
+        {
+            "schema": SCHEMA_VERSION,
+            **{name: pack_field(getattr(group, name)) for name, pack_field in _PACK_GROUP.items()},
+            "lengths": pack_array(np.array([len(row.tokens) for row in rows], INT32)),
+            **{name: pack_array(array) for name, array in arrays.items()},
+            **{
+                name: pack_field([getattr(row, name) for row in rows])
+                for name, pack_field in _PACK_ROWS.items()
+            },
+            "episodes": pack_episodes(group),
+        }
+    )
+
+
+class GroupColumns(NamedTuple):
+    """A checked group of N rows as it is sent: a column of each field holds all rows, one after the other."""
+
+    facts: GroupFacts
+    lengths: list[int]  # [N] T of each row
+    ends: list[int]  # [N] the sums of these
+    rows: dict[str, Any]
+    """The column of each field of Row: an array [sum of T] of one that has a number for each token, else a list
+    [N]. Of answers to a question there are no turns."""
+    episodes: dict[str, list[Any]] | None
+    """The column [G] of each field of EpisodeFacts; None if each row is an episode of one turn."""
+    newest_version: int
+    """The highest version of the group's tokens. A trained token has it, because the last one of each row is."""
+    trained_tokens: list[int]  # [N] the number of trained tokens of each row
+
+    @property
+    def starts(self) -> list[int]:
+        """The position of the first token of each row in the columns."""
+        return [0, *self.ends[:-1]]
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """The reward of each episode."""
+        rewards: list[float] = self.rows["reward"]
+        if self.episodes is None:
+            return rewards
+        return [rewards[first] for first in itertools.accumulate(self.episodes["rows"][:-1], initial=0)]
+
+    def oldest_versions(self) -> list[int]:
+        """Return the version of the first trained token of each row, the lowest of those that are trained."""
+        firsts = self.starts
+        if self.trained_tokens != self.lengths:
+            masks = np.split(self.rows["mask"], firsts[1:])
+            firsts = [start + int(mask.argmax()) for start, mask in zip(firsts, masks, strict=True)]
+        versions: list[int] = self.rows["versions"][firsts].tolist()
+        return versions
+
+    def group(self) -> Group:
+        """Return the group as a Group, whose arrays are views of the columns."""
+        bounds = list(map(slice, self.starts, self.ends))
+        columns = {
+            name: [column[of_row] for of_row in bounds] if name in _TOKEN_ARRAYS else column
+            for name, column in self.rows.items()
+        }
+        return Group(
+            **{name: getattr(self.facts, name) for name in _GROUP},
+            rows=_made(Row, columns),
+            episodes=_made(EpisodeFacts, self.episodes or {}),
+        )
+
+
+def _made(declared: type[T], columns: dict[str, list[Any]]) -> tuple[T, ...]:
+    """Return an object for each row of the columns of its fields."""
+    names = tuple(columns)
+    return tuple([declared(**dict(zip(names, row, strict=False))) for row in zip(*columns.values(), strict=True)])
+
+
+def decode_group(data: bytes | memoryview, limits: Limits) -> Group:
+    """Return the group in the bytes of `encode_group`, after the checks of `check_group`; arrays are read-only.
+    """
+    return check_group(data, limits).group()
+
+
+def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
+    """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rows.
+
+    A valid message has exactly the known fields, each as it is declared, sizes within `limits`, and a baseline
+    if they need one. The arrays of each row have equal length T >= 1, and its versions start at start_version or later
+    and do not decrease. Its last token is trained, and the logprob of a masked token is 0. Episodes meet
+    `check_episodes`. Otherwise this raises WireError, which names the field and the value.
+    """
+    if len(data) > limits.max_group_bytes:
+        raise WireError(
+            f"group: {len(data)} bytes, allowed at most {limits.max_group_bytes} (from rollout.group_size, "
+            "task.max_prompt_tokens, rollout.max_response_tokens and rollout.max_episode_tokens)"
+        )
+    fields = Fields(unpack(data), _GROUP_FIELDS)
+    fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
+    facts = GroupFacts(**{name: read(fields, limits) for name, read in _READ_GROUP.items()})
+    if facts.temperature == 0:
+        raise fields.refuse("temperature", "above 0")
+    if limits.needs_baseline and facts.baseline_reward is None:
+        raise fields.refuse("baseline_reward", "the reward of a greedy answer, which algorithm.advantage needs")
+    episodes = fields.nested_or_none("episodes")
+    if episodes is not None and not limits.max_turns:
+        raise fields.refuse("episodes", "None: an episode of this run is the answer to a question")
+    lengths = _read_lengths(fields, limits, episodes is not None)
+    ends = list(itertools.accumulate(lengths))
+    rows: dict[str, Any] = {name: read(fields, ends[-1], ends[-1], lengths) for name, read in _READ_TOKENS.items()}
+    newest_version = _check_versions(rows["versions"], facts.start_version, lengths, ends)
+    trained_tokens = _check_mask(rows["mask"], rows["logprobs"], lengths, ends)
+    if not len(facts.prompt_tokens):
+        _check_no_prompt(limits.max_prompt_tokens, rows["mask"], lengths)
+    rows |= {name: read(fields, len(lengths)) for name, read in _READ_ROWS.items()}
+    of_episodes = None
+    if episodes is not None:
+        of_episodes, turns = check_episodes(episodes, limits, lengths, rows["mask"], rows["reward"])
+        rows |= turns
+    return GroupColumns(facts, lengths, ends, rows, of_episodes, newest_version, trained_tokens)
+
+
+def _column(name: str, rows: Sequence[Row], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    arrays = []
+    for i, row in enumerate(rows):
+        array = one_dimensional(name, getattr(row, name), dtype, i)
+        if len(array) != len(row.tokens):
+            raise WireError(f"rows[{i}].{name}: {len(array)} elements for {len(row.tokens)} tokens")
+        arrays.append(array)
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _read_lengths(fields: Fields, limits: Limits, has_episodes: bool) -> list[int]:
+    """Return the number of tokens of each row."""
+    most = limits.max_rows if has_episodes else limits.group_size
+    lengths: list[int] = fields.array("lengths", INT32, limits.fewest_episodes, most).tolist()
+    if min(lengths) < 1 or max(lengths) > limits.max_response_tokens:
+        bad = min(lengths) if min(lengths) < 1 else max(lengths)
+        raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a row", bad)
+    return lengths
+
+
+def _check_versions(versions: IntArray, start_version: int, lengths: list[int], ends: list[int]) -> int:
+    """Return the newest token version. WireError: one is below start_version, or they decrease within a row."""
+    oldest, newest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
+    if oldest < start_version:
+        too_old = versions < start_version
+        raise refuse_element("versions", versions, too_old, lengths, f"start_version = {start_version} and up")
+    if oldest < newest:
+        falls = versions[1:] < versions[:-1]
+        falls[[end - 1 for end in ends[:-1]]] = False  # at the start of a row they may decrease
+        if b"\1" in falls.tobytes():  # a tenth of the time of falls.any()
+            at = int(falls.argmax())
+            allowed = f"{versions[at]} and up, as the token before has version {versions[at]}"
+            raise refuse_element("versions", versions, np.append(False, falls), lengths, allowed)
+    return newest
+
+
+def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int], row_ends: list[int]) -> list[int]:
+    """Return the number of trained tokens of each row.
+
+    WireError: the last token of a row is masked, or a masked token has a logprob that is not 0.
+    """
+    if b"\0" not in mask.tobytes():  # a tenth of the time of mask.all()
+        return lengths
+    ends = np.array(row_ends, np.intp)
+    is_trained = mask[ends - 1]
+    if not is_trained.all():
+        raise refusal(f"rows[{is_trained.argmin()}].mask", False, "true for the last token of a row")
+    has_logprob = (logprobs != 0) & ~mask
+    if has_logprob.any():
+        raise refuse_element("logprobs", logprobs, has_logprob, lengths, "0 for a token that is not trained")
+    trained: list[int] = np.add.reduceat(mask, ends - lengths, dtype=np.intp).tolist()
+    return trained
+
+
+def _check_no_prompt(max_tokens: int, mask: BoolArray, lengths: list[int]) -> None:
+    """Check that each row begins with a masked token, as rows of a group without a common first token must."""
+    is_trained = mask[np.cumsum(lengths, dtype=np.intp) - lengths]
+    if is_trained.any():
+        raise WireError(
+            f"prompt_tokens: 0 elements, allowed 1..{max_tokens}, as the first token of row {is_trained.argmax()} "
+            "is trained"
+        )

@@ -1,0 +1,106 @@
+"""Defines the largest sizes of the groups of a run, as messages, and what they must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_rl.base.config import Config
+from async_rl.base.field_kinds import (
+    MAX_METRICS,
+    MAX_NAME_CHARS,
+    Array,
+    Kind,
+    Metrics,
+    PerToken,
+    PerTurn,
+    Scalar,
+    Text,
+    kinds_of,
+)
+from async_rl.base.types import EpisodeFacts, GroupFacts, Row
+
+MESSAGE_BYTES = 64
+"""The most bytes of a prompt's chat messages per token that it may have. An average token has about 4."""
+
+
+def _most_bytes(kind: Kind) -> int:
+    """Return the most bytes of a field; for an array, of one element."""
+    match kind:
+        case Array(dtype=dtype):
+            return np.dtype(dtype).itemsize
+        case Text(max_chars=max_chars):
+            return 4 * max_chars
+        case Metrics():
+            return MAX_METRICS * (4 * MAX_NAME_CHARS + 16)
+    return 16
+
+
+def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
+    """Return the most bytes of the fields of this kind that a class declares."""
+    return sum(map(_most_bytes, kinds_of(declared, kind).values()))
+
+
+_GROUP_BYTES = 4096 + _most_bytes_of(GroupFacts, Scalar)
+_EPISODE_BYTES = 512 + _most_bytes_of(EpisodeFacts, Scalar)
+_ROW_BYTES = 512 + _most_bytes_of(Row, Scalar)
+_TOKEN_BYTES, _TURN_BYTES = _most_bytes_of(Row, PerToken), _most_bytes_of(Row, PerTurn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The sizes that a group of this run may have; a message outside these limits is refused."""
+
+    group_size: int
+    """The most answers to a question, or episodes of several turns."""
+    fewest_episodes: int
+    """The fewest of them, because those that failed or got no verdict are left out."""
+    max_rows: int
+    """The most rows of all episodes together."""
+    max_turns: int
+    """The most turns of an episode; 0 if only answers to a question are allowed."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    needs_baseline: bool = False
+    """Whether a group must have the reward of a greedy answer: one from before a resume may have none."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> Limits:
+        return cls(
+            group_size=config.rollout.group_size,
+            fewest_episodes=config.fewest_episodes,
+            max_rows=config.max_rows_per_group,
+            max_turns=config.rollout.max_turns if config.task.has_turns else 0,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+            max_response_tokens=config.longest_response_tokens,
+            needs_baseline=config.algorithm.advantage_entry.needs_greedy_baseline,
+        )
+
+    @classmethod
+    def of_stored(cls, data: bytes, num_episodes: int | None) -> Limits:
+        """Return limits that the bytes of a stored group with `num_episodes` episodes are within, whatever its sizes.
+
+        A resume may have changed the config since the group was checked and stored.
+
+        Args:
+            num_episodes: None: it is not known, and any number of episodes is allowed.
+        """
+        size = len(data)
+        return cls(
+            group_size=num_episodes or size, fewest_episodes=num_episodes or 1, max_rows=size, max_turns=size,
+            max_prompt_tokens=size, max_response_tokens=size,
+        )  # fmt: skip
+
+    @property
+    def max_left_out(self) -> int:
+        """The most errors of episodes that were left out of a group."""
+        return self.max_rows
+
+    @property
+    def max_group_bytes(self) -> int:
+        """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest."""
+        of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
+        of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0
+        of_prompt = (4 + MESSAGE_BYTES) * self.max_prompt_tokens
+        return _GROUP_BYTES + of_prompt + of_rows + of_episodes

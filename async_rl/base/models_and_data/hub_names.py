@@ -1,0 +1,170 @@
+"""The names of models and data sets on the Hugging Face hub.
+
+    Qwen/Qwen2.5-0.5B-Instruct                  a model, if there is no such folder
+    hf://Qwen/Qwen2.5-0.5B-Instruct@v1          a model in any case; after @ a branch, a tag or a commit
+    hf://openai/gsm8k:main/train                a data set: the split `train` of its config `main`
+    hf://openai/gsm8k@v1:main/train             the same at a branch, a tag or a commit
+    hf://owner/name/data/train-*.parquet        files of a data set
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rl.base.config import Config
+from async_rl.base.config.task_parts import data_of
+from async_rl.base.errors import ConfigError
+
+MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path", "judge.path")
+"""The keys of the models of a run: each is a folder, or the name of a model on the hub."""
+DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
+"""The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
+SERVER_KEYS = ("model.path", "task.path", "task.eval_path")
+"""The keys of what the process of a rollout server reads."""
+LEARNER_MODELS = MODEL_KEYS[:4]
+LEARNER_KEYS = (*LEARNER_MODELS, "task.pretrain_path")
+"""The keys of what the process of a learner rank reads."""
+LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
+"""Words with which a path of two begins if it is not the name of a model on the hub."""
+COMPARISON_KEYS = ("reward_training.path", "reward_training.eval_path")
+"""The keys of the data sets of `async-rl reward-model`, like DATA_KEYS."""
+SCHEME = "hf://"
+_ID = r"\w[\w.-]*/\w[\w.-]*"
+_MODEL = re.compile(rf"(?P<id>{_ID})(?:@(?P<revision>[\w./-]+))?")
+_DATA = re.compile(
+    r"hf://(?:datasets/)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[\w.-]+))?"
+    r"(?::(?P<part>[\w.-]+(?:/[\w.-]+)?)|/(?P<file>.+))?"
+)
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+"""The endings of files with rows."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRepo:
+    """A repository of the hub, as the setting `key` names it."""
+
+    key: str
+    """The key of the setting, such as model.path."""
+    name: str
+    """The value of the setting."""
+    id: str
+    """OWNER/NAME."""
+    revision: str
+    """A branch, a tag or a commit; empty: the default branch."""
+    kind: Literal["model", "dataset"]
+    part: str = ""
+    """CONFIG/SPLIT of a data set, or one of the two; empty: not given."""
+    file: str = ""
+    """The path of a file of a data set, or a glob; empty: `part` says which files are meant."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the name holds a commit, which never changes."""
+        return bool(_COMMIT.fullmatch(self.revision))
+
+    def at(self, commit: str) -> str:
+        """Return the name that names this commit."""
+        given = self.name.removeprefix(SCHEME)
+        base = f"{given[: given.index(self.id)]}{self.id}"
+        rest = given.removeprefix(base).removeprefix(f"@{self.revision}" if self.revision else "")
+        return f"{SCHEME}{base}@{commit}{rest}"
+
+
+def find_model(name: str, key: str) -> HubRepo | None:
+    """Return the model of the hub that `name` names, or None if it names a folder.
+
+    Without hf:// a name is a folder if that or the folder above it exists, or if it begins with one of LOCAL_FOLDERS.
+
+    Raises:
+        ConfigError: the name begins with hf:// and has another form than hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
+    """
+    found = _MODEL.fullmatch(name.removeprefix(SCHEME))
+    if found is None and name.startswith(SCHEME):
+        raise ConfigError(f"{key} must be a folder, OWNER/NAME or {SCHEME}OWNER/NAME@REVISION, got {name!r}")
+    if found is None or not (name.startswith(SCHEME) or _is_no_folder(Path(name))):
+        return None
+    return HubRepo(key=key, name=name, id=found["id"], revision=found["revision"] or "", kind="model")
+
+
+def _is_no_folder(path: Path) -> bool:
+    return path.parts[0] not in LOCAL_FOLDERS and not path.exists() and not path.parent.is_dir()
+
+
+def find_data(name: str, key: str) -> HubRepo | None:
+    """Return the data set of the hub that `name` names, or None if it is the path of a file.
+
+    Raises:
+        ConfigError: the name begins with hf:// and has none of the forms of data sets above.
+    """
+    if not name.startswith(SCHEME):
+        return None
+    found = _DATA.fullmatch(name)
+    if found is None:
+        raise ConfigError(
+            f"{key} must be a file, {SCHEME}OWNER/NAME:CONFIG/SPLIT or {SCHEME}OWNER/NAME/PATH/OF/FILE, with "
+            f"@REVISION after NAME if you want one, got {name!r}"
+        )
+    return HubRepo(
+        key=key, name=name, id=found["id"], revision=found["revision"] or "", kind="dataset",
+        part=found["part"] or "", file=found["file"] or "",
+    )
+
+
+def hub_repo(name: str, key: str) -> HubRepo | None:
+    """Return the model or data set of the hub that `name`, a value of the setting `key`, names; None: it is a path."""
+    return (find_data if is_data(key) else find_model)(name, key)
+
+
+def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
+    """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
+    for key, name in names_in(config, keys):
+        if repo := hub_repo(name, key):
+            yield repo
+
+
+def names_in(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of each model and data set, of the hub or local, that the settings `keys` name."""
+    for key in keys:
+        value = attrgetter(key)(config)
+        names = [each.path for each in data_of(value)] if is_data(key) else [value]
+        yield from ((key, name) for name in names if name)
+
+
+def with_absolute_paths(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
+    """Return `config` with absolute local paths: a host that lacks one must not take it for a name of the hub."""
+    for key, name in list(names_in(config, keys)):
+        if not hub_repo(name, key):
+            config = with_name(config, key, name, os.path.abspath(name))
+    return config
+
+
+def recorded_name(of_run: Config, repo: HubRepo) -> str | None:
+    """Return the name that a run's configuration has for `repo`, if it names a commit of the same repository."""
+    for earlier in hub_repos(of_run, [repo.key]):
+        if earlier.id == repo.id and earlier.is_pinned and repo.at(earlier.revision) == earlier.name:
+            return earlier.name
+    return None
+
+
+def is_data(key: str) -> bool:
+    """Return whether a setting names data sets, and not a model."""
+    return key in (*DATA_KEYS, *COMPARISON_KEYS)
+
+
+def with_name(config: Config, key: str, before: str, after: str) -> Config:
+    """Return the configuration with the name `after` where the setting `key` is, or has in its list, `before`."""
+    section, _, field = key.partition(".")
+    value: Any = getattr(getattr(config, section), field)
+    if isinstance(value, tuple):
+        changed: Any = tuple(dataclasses.replace(each, path=after) if each.path == before else each for each in value)
+    else:
+        changed = after if value == before else value
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: changed})})

@@ -1,0 +1,163 @@
+"""Reads the rows of a source: files, a glob, a folder that `datasets` has saved, or a data set of the hub.
+
+JSON is read line by line and not by `datasets`, which makes a date of the text "2024-05-01" and a float of a long
+integer. The values of CSV are text.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import data_files
+from async_rl.base.models_and_data.hub_names import DATA_SUFFIXES, SCHEME, find_data
+
+Choose = Callable[[Sequence[str]], Sequence[str]]
+"""Returns which of the columns that it gets are to be read."""
+
+
+CheckColumns = Callable[[Collection[str], str], None]
+"""Raises ConfigError, given the columns of a file or of one row and where that is, if some are missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one file, or of a saved folder."""
+
+    columns: tuple[str, ...]
+    """The names of all columns that the file has."""
+    rows: list[dict[str, Any]]
+    """With the columns that were chosen, or all of them."""
+
+
+def files_of(path: str, key: str) -> list[Path]:
+    """Return the files and saved folders of a source, in order; a data set of the hub is downloaded first.
+
+    Raises:
+        ConfigError: there are none, or `path`, a value of the setting `key`, has none of the allowed forms.
+    """
+    if repo := find_data(path, key):
+        return data_files(repo)
+    is_pattern = glob.has_magic(path) and not Path(path).exists()
+    files = sorted(map(Path, glob.glob(path, recursive=True))) if is_pattern else [Path(path)]
+    for file in files:
+        if not file.is_dir() and file.suffix not in DATA_SUFFIXES and file.exists():
+            raise ConfigError(f"{key} must name files that end in {', '.join(DATA_SUFFIXES)}, got {file}")
+    if not files or not all(file.exists() for file in files):
+        raise ConfigError(f"{key} {path}: there is no such file. A data set of the hub is named {SCHEME}OWNER/NAME")
+    return files
+
+
+def rows_of(path: Path, choose: Choose) -> Rows:
+    """Return the rows of a file or a saved folder; where these have a schema only the columns that `choose` returns.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    import pyarrow
+
+    try:
+        if path.is_dir() or path.suffix == ".arrow":
+            return _saved_rows(path, choose)
+        if path.suffix == ".parquet":
+            return _parquet_rows(path, choose)
+        rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+        return Rows(columns=tuple(dict.fromkeys(name for row in rows for name in row)), rows=rows)
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
+        hint = f". Name the files of another folder, as in {path}/*.parquet" if path.is_dir() else ""
+        raise ConfigError(f"{path} can't be read: {error}{hint}") from error
+
+
+def read_rows(path: str, key: str, columns: Sequence[str], check_columns: CheckColumns) -> list[dict[str, Any]]:
+    """Return the rows of a source, the value of the setting `key`; of files with a schema only these columns are read.
+
+    Raises:
+        ConfigError: there is no such file, it can't be read, or `check_columns` refuses its columns or a row's.
+    """
+    rows: list[dict[str, Any]] = []
+    for file in files_of(path, key):
+
+        def choose(names: Sequence[str], file: Path = file) -> list[str]:
+            check_columns(names, str(file))
+            return [name for name in columns if name in names]
+
+        found = rows_of(file, choose).rows
+        for number, row in enumerate(found, start=len(rows)):
+            check_columns(row, f"{path}, row {number}")
+        rows += found
+    return rows
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, text) of each line that is not blank.
+
+    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ConfigError(f"{path}, line {number}: must be UTF-8: {error}") from None
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _parquet_rows(path: Path, choose: Choose) -> Rows:
+    import pyarrow.parquet
+
+    names = pyarrow.parquet.read_schema(path).names
+    table = pyarrow.parquet.read_table(path, columns=list(choose(names)))
+    return Rows(columns=tuple(names), rows=table.to_pylist())
+
+
+def _saved_rows(path: Path, choose: Choose) -> Rows:
+    """Return the rows of an Arrow file, or of a folder that Dataset.save_to_disk has written."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    data = load_from_disk(path) if path.is_dir() else Dataset.from_file(str(path))
+    if isinstance(data, DatasetDict):
+        raise ConfigError(f"{path} has several splits: name one, {' or '.join(f'{path}/{split}' for split in data)}")
+    table = data.select_columns(list(choose(data.column_names))).with_format("arrow")[:]
+    return Rows(columns=tuple(data.column_names), rows=table.to_pylist())
+
+
+def _csv_rows(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return list(csv.DictReader(file, strict=True))
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines or, if it ends in .json, of one list of objects."""
+    if path.suffix == ".json" and (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
+        rows = [(f"row {number}", row) for number, row in enumerate(_parsed(text, str(path)))]
+    else:
+        rows = [
+            (f"line {number}", _parsed(line, f"{path}, line {number}")) for number, line in numbered_lines(path)
+        ]
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, {where}: must be a JSON object, got {str(row)[:80]!r}")
+    return [row for _, row in rows]
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Return what a JSON text holds. ConfigError: it is none, or half of a character is escaped in it."""
+    try:
+        found = json.loads(text)
+        if "\\u" in text:  # only an escape can stand for half of a character
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    return found

@@ -1,0 +1,319 @@
+"""The checkpoint folders of a run: finds the complete ones and the one to resume from, and removes old ones.
+
+    run_dir/checkpoints/step_40/    a folder has such a name only once it is complete
+        *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
+        training_state.json         `TrainingState`, which is the rest of what a run resumes from, and the files' sizes
+
+learner/loop/checkpointing.py writes and reads the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.config import CheckpointConfig, Config
+from async_rl.base.config.check import check
+from async_rl.base.errors import ConfigError
+
+FOLDER = "checkpoints"
+MODELS = "models"
+FORMAT = 4
+"""The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
+STATE_FILE = "training_state.json"
+RESUMING = ".resuming"
+"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, the version, MODELS,
+and "named" if run.resume names the checkpoint. Versions of this program that set aside no models wrote no MODELS."""
+_OLD_STATE_FILE = "cut.json"  # of format 1
+_NAME = re.compile(r"step_(\d+)")
+_PAST_FILE = re.compile(r"\.lineage_(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """The state of learner and buffer after `version` trained batches, before the next batch is chosen."""
+
+    version: int
+    lineage: int
+    """The number of times that the run had been resumed when this was written."""
+    ranks: int
+    """The number of learner ranks that wrote the checkpoint."""
+    networks: dict[str, dict[str, float]]
+    """[policy or critic] counts and numbers of the network's optimizer, see learner/loop/optimizer.py."""
+    kl_coef: float
+    """The coefficient of algorithm.kl, which an adaptive controller changes during a run."""
+    buffer: dict[str, Any]
+    """The buffer's part of the state, see buffer/checkpoint.py."""
+
+
+def lineage_of(run_dir: Path) -> int:
+    """Return how often the run has been resumed: what resume N = 0, 1, ... has set aside has lineage_N in its name.
+
+    Each resume leaves a config.lineage_N.yaml; the other files count, too, as the user may have deleted that one.
+    """
+    files = (file for folder in ("", FOLDER, MODELS) for file in (run_dir / folder).glob("*.lineage_*"))
+    found = (_PAST_FILE.search(file.name) for file in files)
+    return 1 + max((int(name[1]) for name in found if name), default=-1)
+
+
+def past_file(run_dir: Path, name: str, lineage: int) -> Path:
+    """Return the file or folder of a lineage that a resume has set aside, or the last lineage's if it is not there.
+
+    The user may have deleted it. The last lineage has begun with a copy of what was there at its own checkpoint.
+
+    Args:
+        name: the name in the run directory, with {lineage} for the number.
+    """
+    found = run_dir / name.format(lineage=lineage)
+    return found if found.exists() else run_dir / name.format(lineage=lineage_of(run_dir) - 1)
+
+
+def checkpoint_folder(run_dir: Path, version: int) -> Path:
+    return run_dir / FOLDER / f"step_{version}"
+
+
+def model_folder(run_dir: Path, version: int) -> Path:
+    """Return the Hugging Face folder of a version, which checkpoint.models_every_steps asks for."""
+    return run_dir / MODELS / f"step_{version}"
+
+
+def later_models(run_dir: Path, version: int) -> list[Path]:
+    """Return the Hugging Face folders of versions above `version`, without those that a resume has set aside."""
+    found = ((_NAME.fullmatch(folder.name), folder) for folder in (run_dir / MODELS).glob("step_*"))
+    return [folder for name, folder in found if name and int(name[1]) > version]
+
+
+def run_dir_of_model(folder: Path) -> Path:
+    """Return the run directory of RUN_DIR/model, or of a version's `model_folder`; of another folder the one above."""
+    is_of_version = folder.parent.name == MODELS and _NAME.fullmatch(folder.name)
+    return folder.parents[1] if is_of_version else folder.parent
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Return {version: folder} of the complete checkpoints, oldest first."""
+    found = {}
+    for folder in (run_dir / FOLDER).glob("step_*"):
+        if (name := _NAME.fullmatch(folder.name)) and _is_complete(folder):
+            found[int(name[1])] = folder
+    return dict(sorted(found.items()))
+
+
+def checkpoint_before(run_dir: Path, version: int) -> int | None:
+    """Return the version of the newest checkpoint that is not newer than `version`, or else of the oldest one."""
+    versions = list(list_checkpoints(run_dir))
+    return max((v for v in versions if v <= version), default=min(versions, default=None))
+
+
+def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
+    """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
+
+    The result is absolute, because `run_dir_of` takes the run directory from it. A checkpoint that a resume has set
+    aside is found by both names: that resume may have been killed before its first step, and the next one undoes it.
+
+    Args:
+        resumes: whether a run is to go on from it; else it may also be one that a resume has set aside for good.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, a file of it is missing or cut short, or it is outside of a run.
+    """
+    folder = Path(os.path.abspath(path))
+    for named in (folder, _set_aside(folder)):
+        if _is_complete(named):
+            _check_place(named)
+            if resumes:
+                _check_in_line(named)
+            _check_whole(named)
+            return named
+    found = list_checkpoints(folder)
+    if not found:
+        why = f"{folder / FOLDER} holds no complete checkpoint: set checkpoint.every_steps"
+        raise ConfigError(
+            f"run.resume must be a run directory with a checkpoint, or one of its checkpoints, got {folder}. "
+            f"{why if folder.is_dir() else 'There is no such folder'}"
+        )
+    _check_whole(found[max(found)])
+    return found[max(found)]
+
+
+def _set_aside(folder: Path) -> Path:
+    """Return the name that a checkpoint gets from a resume which has not come to its first step."""
+    return folder.parent / f"{folder.name}.{_suffix(folder.parent.parent)}"
+
+
+def _suffix(run_dir: Path) -> str:
+    """Return the suffix of what a resume has set aside that has not come to its first step; "" without one."""
+    try:
+        return (run_dir / RESUMING).read_text().partition(" ")[0]
+    except OSError:
+        return ""
+
+
+def check_newest(run_dir: Path) -> None:
+    """Raise ConfigError if a resume has set aside later checkpoints and has not come to its first step.
+
+    It goes on right now, and its first step discards them, or it was killed, and the next one takes them back.
+    """
+    suffix = _suffix(run_dir)
+    later = [folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")] if suffix else []
+    if later:
+        newest = max(later, key=lambda name: int(name.removeprefix("step_").partition(".")[0]))
+        raise ConfigError(
+            f"{run_dir / RESUMING} says that a resume of the run has not come to its first step, or was killed before: "
+            f"that decides whether its newest checkpoint is {newest}. Name one of those in {run_dir / FOLDER}, or "
+            f"go on with the run first: async-rl train --resume {run_dir}"
+        )
+
+
+def _check_place(folder: Path) -> None:
+    """Raise ConfigError if a checkpoint is not in a run directory: a resume would take the folder above for one."""
+    if folder.parent.name != FOLDER:
+        raise ConfigError(
+            f"run.resume must be a run directory or a checkpoint in RUN_DIR/{FOLDER}, where it was written, got "
+            f"{folder}. A run goes on in its own directory: copy all of that, and name the checkpoint in it"
+        )
+
+
+def _check_in_line(folder: Path) -> None:
+    """Raise ConfigError if a resume has set a checkpoint aside for good: the run's other files do not lead to it."""
+    if _PAST_FILE.search(folder.name) and folder.name.partition(".")[2] != _suffix(run_dir_of(folder)):
+        raise ConfigError(
+            f"run.resume must be a checkpoint of the steps that the run has now, got {folder}: a resume that went back "
+            f"to an earlier one has set it aside. Name {folder.parent}/step_N, or begin a new run with its model: "
+            f"async-rl export {folder} MODEL_DIR, then model.path=MODEL_DIR"
+        )
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise ConfigError, which names the newest whole checkpoint, if a file of this one is missing or cut short."""
+    if not (damage := _damage(folder)):
+        return
+    others = [other for other in reversed(list_checkpoints(run_dir_of(folder)).values()) if not _damage(other)]
+    advice = f"Go on from the newest whole one: async-rl train --resume {others[0]}" if others else (
+        "No other checkpoint of the run is whole: start a new run"
+    )
+    raise ConfigError(f"the checkpoint {folder} is damaged: {damage}. {advice}")
+
+
+def _damage(folder: Path) -> str:
+    """Return what is damaged: a file that is missing, has another length than when written, or is no JSON; else ""."""
+    try:
+        sizes = json.loads((folder / STATE_FILE).read_text()).get("file_bytes", {})
+    except FileNotFoundError:  # of format 1
+        return ""
+    except ValueError as error:
+        return f"{STATE_FILE} is not valid JSON ({error})"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes in place of {size}"
+    return ""
+
+
+def run_dir_of(checkpoint: Path) -> Path:
+    return checkpoint.parents[1]
+
+
+def write_training_state(folder: Path, state: TrainingState) -> None:
+    """Write training_state.json: the state, and the sizes of the folder's other files, which must be complete."""
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    fields = {"format": FORMAT, "file_bytes": sizes, **dataclasses.asdict(state)}
+    (folder / STATE_FILE).write_text(json.dumps(fields) + "\n")
+
+
+def read_training_state(folder: Path) -> TrainingState:
+    """Read the `TrainingState` of the checkpoint `folder`.
+
+    Raises:
+        ConfigError: another version of this program wrote the checkpoint.
+    """
+    file = folder / STATE_FILE
+    fields = json.loads(file.read_text()) if file.is_file() else {"format": 1}
+    if (found := fields.pop("format", None)) != FORMAT:
+        raise ConfigError(
+            f"the checkpoint {folder} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
+            "Resume with that version, or start a new run with model.path at the result of its `async-rl export`"
+        )
+    fields.pop("file_bytes", None)
+    return TrainingState(**fields)
+
+
+def lineage_of_checkpoint(folder: Path) -> int:
+    """Return how often the run had been resumed when it wrote a checkpoint; -1 for one that can't be read."""
+    try:
+        return read_training_state(folder).lineage
+    except (OSError, ValueError):  # a ConfigError, of another format, is a ValueError
+        return -1
+
+
+def resumed_training_state(config: Config) -> TrainingState | None:
+    """Return the state from which this run resumes, or None for a new run."""
+    return read_training_state(Path(config.run.resume)) if config.run.resume else None
+
+
+def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
+    """Rename checkpoints and models newer than `version` to step_N.lineage_L: a resume from `checkpoint` discards them.
+
+    No run resumes from a folder with such a name. Checkpoints that never became complete are removed.
+
+    Args:
+        lineage: L, the number of the lineage that ends with the resume.
+    """
+    for partial in checkpoint.parent.glob("step_*.partial"):
+        shutil.rmtree(partial)
+    run_dir = run_dir_of(checkpoint)
+    checkpoints = [folder for each, folder in list_checkpoints(run_dir).items() if each > version]
+    for folder in [*checkpoints, *later_models(run_dir, version)]:
+        folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
+
+
+def prune(
+    run_dir: Path, config: CheckpointConfig, values: Mapping[int, float], needed: Collection[int | None] = ()
+) -> None:
+    """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
+
+    Args:
+        values: [version] the value of what checkpoint.best_by names, where it is known.
+        needed: the versions of further ones that are kept.
+    """
+    found = list_checkpoints(run_dir)
+    for version in to_remove(list(found), config, values):
+        if version not in needed:
+            shutil.rmtree(found[version])
+
+
+def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
+    """Return the versions, out of `versions` of all checkpoints, whose checkpoints `prune` removes.
+
+    With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Later ones stay
+    only while they are among the keep_last newest, so that the disk does not fill up if the metric is never measured.
+    """
+    kept = set(sorted(versions)[-config.keep_last :])
+    if config.keep_best:
+        measured = [version for version in versions if version in values]
+        kept |= set(sorted(measured, key=lambda v: (values[v], v))[-config.keep_best :])
+        kept |= set(sorted(version for version in versions if version > max(values, default=-1))[:1])
+    return [version for version in versions if version not in kept]
+
+
+def check_measured(config: Config) -> None:
+    """Check, for checkpoint.keep_best, that the version of each checkpoint is pushed: others are not evaluated."""
+    every, pushes = config.checkpoint.every_steps, config.weight_sync.every_steps
+    check(
+        every % pushes == 0, "checkpoint.every_steps", every,
+        f"a multiple of weight_sync.every_steps = {pushes} with checkpoint.keep_best",
+        f"Else eval/{config.checkpoint.best_by} is not measured at each checkpoint's version.",
+    )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder is a checkpoint; one of an older format counts, so that `read_training_state` refuses it."""
+    return (folder / STATE_FILE).is_file() or (folder / _OLD_STATE_FILE).is_file()

@@ -1,0 +1,259 @@
+"""Creates and locks the directory of a new run, or takes the directory of a resumed run, and finds a run by its name.
+
+A resume that trains no step changes nothing, unless it comes to the end of its run: `open_run_dir` sets aside what was
+written after the checkpoint, and puts it back unless a step was logged, or an end that is no stop (resuming.py). If the
+process is killed before that, the next resume puts it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.checkpoints import (
+    find_checkpoint,
+    lineage_of,
+    list_checkpoints,
+    read_training_state,
+    run_dir_of,
+)
+from async_rl.base.run_dir.resuming import (
+    check_origin,
+    kept_resumes,
+    prepare_resume,
+    undo_resume,
+    whole_lines,
+    write_config,
+)
+from async_rl.base.run_dir.whole_file import write_whole
+
+_LOCK_FILE = ".lock"
+_ASKED_NAME = ".asked_name"
+"""The file with the run.name that was asked for: a directory gets a number if the name is taken."""
+WATCH_ANSWER = "watch_answer"
+"""The file with the user's answer to a pause, see watch_events.py."""
+INTERRUPTED = "interrupted"
+"""The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
+
+
+@contextlib.contextmanager
+def open_run_dir(config: Config) -> Iterator[Config]:
+    """Create the directory of a run, or take run.resume's; lock it and yield the config with its path.
+
+    If the block ends before a step is logged, a resumed run gets back what was set aside, and a new directory is
+    removed if the run was interrupted or failed with an error that needs no logs to explain it.
+
+    Raises:
+        ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process, or the
+            disk has no file locks.
+    """
+    if config.run.resume:
+        with _locked(run_dir_of(find_checkpoint(config.run.resume))), _resumed(config) as resumed:
+            yield resumed
+        return
+    run_dir = new_run_dir(config)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
+    try:
+        with _locked(run_dir):
+            write_config(config)
+            yield config
+    except BaseException as error:
+        tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
+        if tells_all and not _has_step(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _resumed(config: Config) -> Iterator[Config]:
+    """Set aside the files written after the checkpoint, yield the config of the resumed run; if the block then ends
+    without a logged step, put them back.
+
+    Of a run whose end was cut short, after its last step, the end is left to do.
+
+    Raises:
+        ConfigError: the checkpoint is of run.steps or later, and the run is complete, or it began with another
+            model.path or model.lora.alpha.
+    """
+    checkpoint = find_checkpoint(config.run.resume)
+    run_dir = run_dir_of(checkpoint)
+    (run_dir / WATCH_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
+    undo_resume(run_dir)  # of a resume that was killed before its first step
+    is_named = Path(os.path.abspath(config.run.resume)) != run_dir
+    if not checkpoint.exists():  # that resume had set it aside
+        checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
+    # that resume may have set aside the newest, or the named one for good
+    checkpoint = find_checkpoint(checkpoint if is_named else run_dir)
+    saved = read_training_state(checkpoint)
+    version = saved.version
+    if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
+        raise ConfigError(
+            f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
+            f"Set run.steps={2 * version} to train on"
+        )
+    run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
+    config = dataclasses.replace(config, run=run)
+    check_origin(config, saved)
+    try:
+        prepare_resume(config, saved, is_named)
+        yield config
+    finally:
+        undo_resume(run_dir)
+
+
+def new_run_dir(config: Config) -> Path:
+    """Create a new run directory and return its path. If the name is taken, the next free number is added to it.
+
+    Two runs may do this at the same time.
+
+    Raises:
+        ConfigError: the directory can't be created.
+    """
+    for number in range(1, 10_000):
+        candidate = _numbered(config, number)
+        try:
+            candidate.mkdir(parents=True)
+            write_whole(candidate / _ASKED_NAME, config.run.name)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _uncreatable(candidate, error) from None
+        return candidate
+    raise ConfigError(f"{config.run_dir}, and the same with -2 to -9999, exist already. Set run.name to another name")
+
+
+def create_folder(folder: Path) -> None:
+    """Create the folder that run.dir and run.name give to several runs, if it is missing. ConfigError: it can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _uncreatable(folder, error) from None
+
+
+def _uncreatable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir, run.name: {folder} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
+    )
+
+
+def find_run(config: Config) -> Path | None:
+    """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
+
+    It is the directory of run.name. If the name was taken, there are others with a number, and it is the last of them
+    with a checkpoint or an end. A run with a run.name that ends in such a number is another run, and so is one behind a
+    number that is missing if it does not say for which name it was made.
+    """
+    found = None
+    for place, number in enumerate(_numbers(config), 1):
+        candidate = _numbered(config, number)
+        asked, is_behind_gap = _asked_name(candidate), number > place
+        is_of_name = number == 1 or asked == config.run.name or not (asked or is_behind_gap)
+        if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
+            found = candidate
+    return found
+
+
+def _numbers(config: Config) -> list[int]:
+    """Return the numbers of the existing directories of a run's name, in order; run.name itself has the number 1."""
+    parent, name = config.run_dir.parent, re.compile(re.escape(config.run.name) + r"(?:-([1-9]\d*))?")
+    found = (name.fullmatch(path.name) for path in parent.iterdir()) if parent.is_dir() else ()
+    return sorted(int(each[1] or 1) for each in found if each and each[1] != "1")
+
+
+def is_complete(run_dir: Path, config: Config) -> bool:
+    """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
+
+    Its own are run.seconds, a stop by the watcher, the program that trains, and a task with nothing left to
+    learn. A run that Ctrl-C or SIGTERM has ended, that the watcher sends back, that went on after its summary or back
+    to a checkpoint, or that ended without a step, which is an error, is not complete.
+    """
+    file = run_dir / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
+    if INTERRUPTED in summary or "rolled_back" in summary:
+        return False
+    resumes = kept_resumes(run_dir)
+    is_newest_end = summary.get("resumes", resumes) >= resumes
+    has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
+    if summary["steps"] >= config.run.steps:
+        return is_newest_end or has_gone_on
+    has_its_reason = summary["steps"] > 0 and ("ended" in summary or config.run.seconds > 0)
+    return has_its_reason and is_newest_end and not has_gone_on
+
+
+def is_of_newest_end(summary: Mapping[str, Any], last_step: int, run_dir: Path) -> bool:
+    """Return whether a summary.json is of these steps: after it the run may have gone on, or back to a checkpoint."""
+    steps, resumes = summary.get("steps"), lineage_of(run_dir)
+    return isinstance(steps, int) and steps >= last_step and summary.get("resumes", resumes) >= resumes
+
+
+def _numbered(config: Config, number: int) -> Path:
+    return config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
+
+
+def _asked_name(run_dir: Path) -> str:
+    """Return the run.name for which a directory was made; "" if it does not say."""
+    file = run_dir / _ASKED_NAME
+    return file.read_text() if file.is_file() else ""
+
+
+def _has_step(run_dir: Path) -> bool:
+    """Return whether metrics.jsonl holds a trained step; a new run that failed without one may be removed."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in whole_lines(metrics))
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a directory until the end of the block or of this process.
+
+    Raises:
+        ConfigError: another process holds the lock, the disk has no locks, or the directory can't be written.
+    """
+    try:
+        file = (run_dir / _LOCK_FILE).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir} must be a folder that this run can write, got {error.strerror}. A run goes on in its own "
+            "directory: ask for the permission to write there, or copy all of it and resume the copy"
+        ) from None
+    with file as lock:
+        if not has_locked(lock):
+            raise ConfigError(f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)")
+        yield
+
+
+def has_locked(file: TextIO) -> bool:
+    """Lock a file until it is closed; return whether that could be done, as no other process holds the lock.
+
+    Raises:
+        ConfigError: the disk has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir must be on a disk with file locks, got {file.name}, which can't be locked: {error.strerror}. "
+            "Set run.dir=... to another disk, or mount this one with them (Lustre: -o flock)"
+        ) from None
+    return True
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a run in this directory is going on in another process. ConfigError: the disk has no locks."""
+    file = run_dir / _LOCK_FILE
+    if not file.is_file():
+        return False
+    with file.open("w") as lock:
+        return not has_locked(lock)

@@ -1,0 +1,133 @@
+"""The status of a run, which the driver writes to `run_dir/status.json` and `async-rl status` prints.
+
+It has each process's activity, the process that it waits on, and since when.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.whole_file import write_whole
+
+NORMAL_END = "ended normally"
+RUNNING = "running"
+PAUSED = "paused"
+"""The note on a run that its watcher has paused begins with this word."""
+STALE_S = 30.0
+"""A running driver writes the status more often than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The activity of one process at one moment: its work, on whom it waits, since when, and for how long at most."""
+
+    process: str = ""
+    host: str = ""
+    doing: str
+    waits_on: str = ""
+    """The process or event that `process` waits for; empty if it does not wait."""
+    since_s: float
+    """time.monotonic() at the start of the activity."""
+    told_s: float = field(default_factory=time.monotonic)
+    """time.monotonic() at the report, by the clock of the same host, which differs from other hosts' clocks."""
+    limit_s: float = 0.0
+    """The time limit of the wait; 0: the process does not wait."""
+    about: str = ""
+    """Anything else that is worth knowing of the process, such as how its rewards contain programs."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds from the start of the activity to the report."""
+        return self.told_s - self.since_s
+
+
+def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "") -> None:
+    """Replace `run_dir/status.json` by the given statuses.
+
+    Args:
+        note: the state of the whole run: `running`, `paused` and why, or how it ended.
+        alarms: the alarms of the run in words; empty: there was none.
+    """
+    told = {"note": note, "alarms": alarms, "time_s": time.time()}
+    saved = told | {"processes": [asdict(status) for status in statuses]}
+    write_whole(run_dir / "status.json", json.dumps(saved))
+
+
+def goes_on(note: str) -> bool:
+    """Return whether a run with this note in its status had not ended when it was written."""
+    return note == RUNNING or note.startswith(PAUSED)
+
+
+def state_of(note: str, age_s: float) -> str:
+    """Return the state of a run: `ended`, `running`, `paused`, or `stopped writing` if its driver was killed or hangs.
+
+    Args:
+        note: the note in its status.
+        age_s: seconds since that was written.
+    """
+    if not goes_on(note):
+        return "ended"
+    return "stopped writing" if age_s > STALE_S else "running" if note == RUNNING else "paused"
+
+
+def saved_state(run_dir: Path) -> str | None:
+    """Return the state of a run by its status.json; None if there is none that can be read."""
+    try:
+        saved = json.loads((run_dir / "status.json").read_text())
+        return state_of(saved["note"], time.time() - saved["time_s"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def format_status(run_dir: Path) -> str:
+    """Return the status of a run as text: while it runs, a table with one line for each process.
+
+    Raises:
+        ConfigError: the folder has no status.json that can be read.
+    """
+    try:
+        saved = json.loads((run_dir / "status.json").read_text())
+        age_s, statuses = time.time() - saved["time_s"], [_known(entry) for entry in saved["processes"]]
+        text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir} has no status.json ({error.strerror}): it is not a run directory, or the run has just begun"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{run_dir}/status.json can't be read ({type(error).__name__}: {error}): it is empty, half copied, or of "
+            "another version of this program. Copy it again"
+        ) from None
+    text += f"{saved['alarms']}\n" if saved.get("alarms") else ""
+    if saved["note"] == NORMAL_END:
+        return text
+    before = ""
+    if not goes_on(saved["note"]):
+        before = "The processes before that end:\n"
+    elif age_s > STALE_S:
+        text += "The driver has stopped writing its status: it was killed, or hangs.\n"
+        before = "The processes before that:\n"
+    if not statuses:
+        return text
+    text += before
+    rows = [("process", "host", "does", "waits on", "for", "at most")]
+    for status in statuses:
+        limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"
+        since = f"{status.waited_s:.0f} s"
+        rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    about = [f"{status.process}: {status.about}" for status in statuses if status.about]
+    return text + "".join(line + "\n" for line in (*lines, *about))
+
+
+def _known(entry: dict[str, Any]) -> Status:
+    """Return the activity of a process as it was saved, without what only a newer version of this program tells."""
+    names = {each.name for each in fields(Status)}
+    return Status(**{name: value for name, value in entry.items() if name in names})

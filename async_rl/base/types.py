@@ -1,0 +1,216 @@
+"""The data types that all parts of the pipeline share. They have only derived properties, and do not import torch.
+
+A field of GroupFacts, Row or EpisodeFacts that has a kind (async_rl/base/field_kinds.py) is sent with its group,
+checked, and kept in the journal. To add one, declare it here, and compute its value where the object is made. A field
+without a kind stays in its process. One whose meaning changes gets another name, so that old messages are refused.
+
+Letters of the axes in every shape comment of the project:
+    B  sequences in a (micro-)batch     G  episodes of one group
+    T  tokens of a response             P  tokens of a prompt
+    S  tokens of a whole sequence (P + T, padded)     V  vocabulary
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.base.field_kinds import (
+    MAX_CAUSE_CHARS,
+    MAX_INT,
+    ChatMessages,
+    Choice,
+    Flag,
+    Metrics,
+    Number,
+    PerPromptToken,
+    PerToken,
+    PerTurn,
+    Text,
+    Texts,
+    Whole,
+)
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+FINISH_REASONS = ("stop", "length", "timeout")
+EpisodeEnd = Literal["done", "length", "turns", "timeout", "error"]
+"""How an episode that is trained on may end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question of a task. Its `index` determines it: the same index gives the same prompt in every process.
+
+    Training and held-out prompts are counted apart, each from 0.
+    """
+
+    index: int
+    tokens: IntArray  # [P]
+    text: str
+    """The text that was tokenized, with the chat template applied."""
+    messages: tuple[dict[str, str], ...] = ()
+    """The chat messages in `text`; () where an environment or an agent writes them."""
+    question: Any
+    """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
+    source: str = ""
+    """The field `data_source` of the prompt's data row, or the task's name."""
+    data_row: int = -1
+    """The number of the question in the task, in the task's own order: the row of task.path, from 0. -1: not known."""
+    origin: str = ""
+    """The same in words, for messages: `row 7 of data/train.parquet`."""
+    is_held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Permission to start one group, which the buffer grants to a worker."""
+
+    group_id: int
+    """The number of the group, unique in a run and ascending in the order of grants."""
+    prompt_index: int
+    start_version: int
+    """The served version at the moment of the grant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row that is trained: an answer, or one path through the conversation of an episode of several turns.
+
+    Its arrays have one entry for each of the T >= 1 tokens after the prompt. The last token is trained.
+    """
+
+    tokens: Annotated[IntArray, PerToken("<i4", low=0)]  # [T]
+    logprobs: Annotated[FloatArray, PerToken("<f4", high=0)]
+    """[T] behaviour logprobs, at the logged temperature; 0 where the model did not sample."""
+    versions: Annotated[IntArray, PerToken("<i4")]
+    """[T] token versions, non-decreasing; a token that was not sampled has the version of the sampled token before
+    it."""
+    mask: Annotated[BoolArray, PerToken("|b1")]
+    """[T] True where the token is trained: the model sampled it, and no earlier row trains it."""
+    reward: Annotated[float, Number()]
+    """The reward of the whole episode, equal in all its rows."""
+    rewards: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)
+    """The scores of the episode by the names of the rewards, and their metrics as <reward>/<metric>."""
+    finish_reason: Annotated[str, Choice(FINISH_REASONS)]
+    """`stop` (the model ended its last reply), `length` (a limit on tokens or turns did), or `timeout`."""
+    turn_ends: Annotated[tuple[int, ...], PerTurn("<i4", column="end_token")] = ()
+    """The position of the last token of each turn that the row trains. Empty: it is one turn, with the whole reward."""
+    turn_rewards: Annotated[tuple[float, ...], PerTurn("<f8", column="reward")] = ()
+    """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
+    too_old: BoolArray | None = None
+    """[T] True where a token is masked only because it is too old (`staleness.on_late: mask`); None: none is."""
+
+    @property
+    def sampled(self) -> BoolArray:
+        """[T] True where the model sampled the token and no earlier row has it, also if it is too old to be trained."""
+        return self.mask if self.too_old is None else self.mask | self.too_old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFacts:
+    """The facts of an episode of several turns besides its tokens: counts of rows, turns and calls, times, and its end.
+    """
+
+    rows: Annotated[int, Whole(1)]
+    """The number of its rows, at least 1: more than one if the conversation was forked or rewritten."""
+    turns: Annotated[int, Whole(1)]
+    """The number of replies of the model."""
+    tool_calls: Annotated[int, Whole()]
+    """The number of calls of tools in these replies."""
+    generate_s: Annotated[float, Number(0.0)]
+    """The time that the engine took, summed over all replies."""
+    tool_s: Annotated[float, Number(0.0)]
+    """The time that its tools took, summed over all calls."""
+    duration_s: Annotated[float, Number(0.0)]
+    end: Annotated[str, Choice(get_args(EpisodeEnd))]
+    """`done`, `length`, `turns` (a limit on tokens or on turns ended it), `timeout` or `error` (its agent raised)."""
+    metrics: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)
+    """The numbers that the environment logged."""
+    error: Annotated[str, Text(MAX_CAUSE_CHARS, is_cut=True)] = ""
+    """The reason for an `end` other than `done`, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """The facts of a group besides its rows and its episodes."""
+
+    group_id: Annotated[int, Whole(0, MAX_INT)]
+    prompt_index: Annotated[int, Whole(0, MAX_INT)]
+    start_version: Annotated[int, Whole()]
+    temperature: Annotated[float, Number(0.0)]
+    """Above 0."""
+    prompt_tokens: Annotated[IntArray, PerPromptToken("<i4", low=0)]
+    """[P] the tokens with which all rows begin, none of them sampled."""
+    duration_s: Annotated[float, Number(0.0)]
+    """The time from the grant of the slot to the last reward."""
+    worker: Annotated[str, Text()] = ""
+    baseline_reward: Annotated[float | None, Number(may_be_none=True)] = None
+    """The reward of a greedy answer, which is not trained on; None unless the advantage needs it (remax)."""
+    keeps_kv: Annotated[bool, Flag()] = False
+    """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
+    data_row: Annotated[int, Whole(-1, MAX_INT)] = -1
+    """The `data_row` of the prompt."""
+    left_out: Annotated[tuple[str, ...], Texts(Text(MAX_CAUSE_CHARS, is_cut=True), column="error")] = ()
+    """The errors of the episodes that have no row, because they failed, were dropped or got no verdict."""
+    messages: Annotated[tuple[dict[str, str], ...], ChatMessages()] = ()
+    """The `messages` of the prompt, which a reward model with a tokenizer of its own reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group(GroupFacts):
+    """The `group_size` episodes of one prompt: the unit of admission, transport, staleness and training."""
+
+    rows: tuple[Row, ...]
+    """The rows: one for each answer; with episodes the rows of the first one, then of the second, and so on."""
+    episodes: tuple[EpisodeFacts, ...] = ()
+    """The episodes. Empty if each row is an episode of one turn, the answer to a question."""
+
+    def old_kv(self, row: Row) -> BoolArray:
+        """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.
+
+        The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
+        of the start version are sure to have KV of their own version.
+        """
+        return row.versions > self.start_version if self.keeps_kv else np.zeros(len(row.versions), np.bool_)
+
+    @property
+    def episode_rows(self) -> tuple[int, ...]:
+        """The number of rows of each episode, in order."""
+        return tuple(episode.rows for episode in self.episodes) or (1,) * len(self.rows)
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """The reward of each episode, in order."""
+        firsts = itertools.accumulate(self.episode_rows[:-1], initial=0)
+        return [self.rows[first].reward for first in firsts]
+
+    @property
+    def oldest_version(self) -> int:
+        """The lowest version of a trained token."""
+        return min(int(r.versions[r.mask.argmax()]) for r in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of trained tokens of all rows."""
+        return sum(int(r.mask.sum()) for r in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The `prompts_per_step` groups that the learner trains on in one step."""
+
+    version: int
+    """The policy version that the batch is for; training on it yields version + 1."""
+    groups: tuple[Group, ...]
+    finished_versions: tuple[int, ...]
+    """For each group, the served version when it reached the buffer; splits staleness into in flight and in queue."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """The buffer's metrics when it handed out the batch, with keys like `buffer/depth`."""

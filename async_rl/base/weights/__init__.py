@@ -1,0 +1,49 @@
+"""The weight plane: moves weights from the learner's ranks into every running rollout server.
+
+    publisher.py         a push: its states, the recovery from dead servers, the verification
+    members.py           the servers that get it, and calls to all of them
+    server_admin.py      what each server can be asked for (the seam of an engine)
+    transport.py         how the bytes travel (the seam of a transport); buckets
+    broadcast.py         transports nccl and gloo, both halves
+    cuda_ipc.py          transport cuda_ipc; memory of GPUs that learner and servers share
+    disk.py              transport disk
+    parcels.py           compact pushes: changes (delta) and adapters
+    checkpoint_names.py  names and shapes of weights in model folders
+
+A version is served whole or not at all: servers are paused, receive every bucket, get the version's number with the
+last bucket, and only then continue. A push that fails is repeated or raises an error;
+paused servers stay paused until a push succeeds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from async_rl.base.config import Config
+from async_rl.base.seams import TRANSPORTS, working_transports
+from async_rl.base.weights.members import Members
+from async_rl.base.weights.publisher import PushReport, PushState, WeightPublisher
+from async_rl.base.weights.transport import Transport
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PushReport", "PushState", "Transport", "WeightPublisher", "open_publisher"]
+
+
+def open_publisher(
+    config: Config, engine_urls: list[str], rank: int, device: torch.device, pool: str = "rollout"
+) -> WeightPublisher:
+    """Return the publisher of weight_sync.transport, with which every learner rank pushes weights to servers.
+
+    The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
+    and server on one device.
+
+    Args:
+        engine_urls: URLs of the servers `pool`/0, `pool`/1, ...
+    """
+    entry = config.weight_sync.transport_entry or TRANSPORTS[
+        working_transports(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)[0]
+    ]
+    members = Members(config, {f"{pool}/{number}": url for number, url in enumerate(engine_urls)})
+    return WeightPublisher(entry.load()(config, members, rank, device))

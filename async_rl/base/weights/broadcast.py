@@ -1,0 +1,368 @@
+"""The transports nccl (between GPUs) and gloo (on CPUs): both halves of a broadcast by torch.distributed.
+
+One process group holds learner rank 0 as its rank 0 and all ranks of all servers (1, 2, ...).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    _new_process_group_helper,
+    _world,
+)
+
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
+from async_rl.base.network import open_store
+from async_rl.base.network.ports import open_listener
+from async_rl.base.weights.members import LOST_WITHIN_S, Member, Members, find_silent, start_together, wait_for_all
+from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes, unpack
+
+ANSWER_WITHIN_S = 6.0
+"""If a server does not answer for so long, none is asked to join a group: the push fails, and may be repeated."""
+
+TORCH_WAITS_LONGER_S = 6 * LOST_WITHIN_S
+"""By so much torch's own limits are longer than the learner's, whose error names who was waited for. After its limit
+the learner looks for dead servers, for LOST_WITHIN_S and the probes that are under way then, and aborts the group, also
+its servers' part: NCCL's watchdog, which ends a process at torch's limit, must not come first. The part of a server of
+SGLang, which takes no limit, has torch's own, 30 minutes."""
+
+
+class BroadcastTransport(BucketTransport):
+    """The learner's half: rank 0 broadcasts each bucket to all ranks of all servers, in one process group."""
+
+    def __init__(
+        self, config: Config, members: Members, rank: int, device: torch.device, *, backend: str
+    ) -> None:
+        super().__init__(config, members, rank, device)
+        self.backend = backend
+        self.group_name = ""
+        self.group: dist.ProcessGroup | None = None
+        self.answer_within_s = ANSWER_WITHIN_S
+        self._store: Store | None = None
+        """The store of the group, through which its servers hear that it is aborted."""
+        self._joined: tuple[Member, ...] = ()
+        """The members with which `group` was made. The group is used only while they are exactly the current ones."""
+
+    def connect(self) -> None:
+        if self.group is not None and {*self._joined} == {*self.members.current}:
+            return
+        self._leave()
+        if not self.members:
+            return
+        # the schedulers of the others would wait for a silent one
+        if silent := wait_for_all(self.members.probes(), self.answer_within_s):
+            raise ServersSilentError(f"joining the weight group: {', '.join(silent)} did not answer", silent)
+        self.group_name = f"weights-{time.time_ns()}"
+        members, limit = self.members.current, self.members.limit
+        host, tp = self.config.network.host, self.config.placement.rollout.tp
+        world_size = 1 + len(members) * tp
+        # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
+        listener = open_listener(host, self.config.network.port_range)
+        torch_limit_s = limit.seconds + TORCH_WAITS_LONGER_S
+        self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=torch_limit_s), listener)
+        calls: dict[str, Callable[[], Any]] = {
+            member.name: partial(
+                self.members.admin(member.name).join_group, name=self.group_name, host=host, port=store.port,
+                first_rank=1 + index * tp, world_size=world_size, backend=self.backend,
+            )
+            for index, member in enumerate(members)
+        }
+        calls["learner rank 0"] = partial(
+            join_group, store, 0, world_size, self.group_name, self.backend, torch_limit_s
+        )
+        self.group = start_together(calls, limit, "joining the weight group")()["learner rank 0"]
+        self._joined = members
+
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        label = version if bucket.is_last else None
+        calls = self.members.calls(lambda admin: admin.receive_bucket(bucket, label, self.group_name))
+        if calls:
+            data = bucket.data.to(self.device)
+            filled = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+            calls["learner rank 0"] = partial(self.broadcast, data, filled)
+        return start_together(calls, self.members.limit, f"push of version {version}")
+
+    def broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
+        """Broadcast `data` and wait until it is sent; on a GPU in a separate stream, once `filled` is reached.
+
+        All threads share one default stream, which gathers the next bucket meanwhile. `data` is held until the
+        broadcast has ended, and its memory is written to only after that.
+        """
+        if filled is None:
+            dist.broadcast(data, group=self.group, group_src=0)
+            return
+        stream = torch.cuda.Stream(data.device)
+        stream.wait_event(filled)
+        with torch.cuda.stream(stream):
+            dist.broadcast(data, group=self.group, group_src=0)
+        stream.synchronize()
+
+    def give_up(self, is_sending: bool) -> tuple[str, ...]:
+        self._abort()  # frees the servers that hang in a broadcast
+        if is_sending:
+            return ()
+        self._joined = ()
+        # A server leaves also while it samples, but not while it hangs in the join.
+        return self.members.tell(lambda admin: admin.leave_group(self.group_name), self.members.names)
+
+    def _abort(self) -> None:
+        if self._store is not None:
+            tell_to_abort(self._store, self.group_name)
+            self._store = None
+        if self.group is not None:
+            self.group.abort()
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+    def _leave(self) -> None:
+        """Destroy the group here, and let its members that are still current leave it."""
+        self._abort()
+        staying = [member.name for member in self._joined if member in self.members.current]
+        self._joined = ()
+        self.members.tell(lambda admin: admin.leave_group(self.group_name), staying)
+
+    def close(self) -> None:
+        if not self.config.rollout.server_url:
+            self._joined = ()  # these servers end with the run
+        self._leave()
+
+
+open_nccl = partial(BroadcastTransport, backend="nccl")
+open_gloo = partial(BroadcastTransport, backend="gloo")
+
+
+class Receiver:
+    """The server's half of the transport, for engines without one (SGLang has its own). Calls block: use a thread."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self._spare: list[Tensor] = []
+        """Buffers of replaced weights, used again because allocating so much memory takes longer than filling it."""
+        self._received: list[Tensor] = []
+        self._in_use: list[Tensor] = []
+
+    def begin_push(self) -> None:
+        """Begin a push: forget the buffers of one that failed, as a thread of that push may still write to them."""
+        self._received = []
+
+    def end_push(self) -> None:
+        """End a push once its weights are in use. The memory of the old ones is reused on a CPU and freed on a GPU."""
+        self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
+        self._in_use, self._received = self._received, []
+
+    def join(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
+        backend: str, timeout_s: float,
+    ) -> None:
+        store = open_store(master_address, master_port, rank_offset, world_size, timedelta(seconds=timeout_s))
+        torch_limit_s = timeout_s + TORCH_WAITS_LONGER_S
+        group = join_group(store, rank_offset, world_size, group_name, backend, torch_limit_s)
+        self.groups[group_name] = group
+        abort_when_told(group, group_name, master_address, master_port)
+
+    def receive(
+        self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
+        device: torch.device | None = None,
+    ) -> list[tuple[str, Tensor]]:
+        """Wait for one bucket and return (name, tensor) for each of its tensors.
+
+        KeyError: the group was never joined. RuntimeError: the sender is lost.
+        """
+        data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
+        dist.broadcast(data, group=self.groups[group_name], group_src=0)
+        return unpack(data, names, dtypes, shapes)
+
+    def _buffer(self, num_bytes: int, device: torch.device | None) -> Tensor:  # [num_bytes] uint8
+        fitting = [spare for spare in self._spare if spare.numel() == num_bytes]
+        data = fitting[0] if fitting else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._spare = [spare for spare in self._spare if spare is not data]
+        self._received.append(data)
+        return data
+
+    def leave(self, group_name: str) -> None:
+        dist.destroy_process_group(self.groups.pop(group_name))
+
+
+def join_group(
+    store: Store, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Wait for all members and return a new process group, made as SGLang makes its half.
+
+    `torch.distributed.new_group` can't make one: it requires that all members are in one default group.
+    """
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], Backend(backend), PrefixStore(group_name, store),
+        group_name=GroupName(group_name), timeout=timedelta(seconds=timeout_s),
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+_KEY = "aborted"
+_FOR_EVER = timedelta(days=1000)
+
+
+def tell_to_abort(store: Store, group_name: str) -> None:
+    """Make every server that waits in `abort_when_told` abort the group."""
+    with suppress(DistError, RuntimeError):  # a store that can't be reached has been noticed by the servers too
+        PrefixStore(group_name, store).set(_KEY, "")
+
+
+def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) -> None:
+    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended.
+
+    Gloo notices a dead member, NCCL on one host does not: a kernel waits for the dead peer for ever. Leaving the group
+    is no way out, because `destroy_process_group` waits for the kernel.
+    """
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)  # of its own: others wait for its answers
+
+    def wait_and_abort() -> None:
+        with suppress(DistError, RuntimeError):
+            PrefixStore(group_name, store).wait([_KEY], _FOR_EVER)
+        group.abort()
+
+    threading.Thread(target=wait_and_abort, name=f"abort of {group_name}", daemon=True).start()
+
+
+PROBE_S = 2.0
+"""Time between two looks at whether a server whose receipt is missing is still alive."""
+_ANNOUNCED, _RECEIPT = "bucket", "receipt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """A bucket that the learner broadcasts next."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    place: str
+    """Where the server keeps it: device or host memory."""
+    is_first: bool
+    """Whether it begins a push."""
+    is_last: bool
+
+
+class BucketAnnouncer:
+    """The learner's half, for one server: announces buckets and waits for the receipts of the server's ranks.
+
+        learner   announces a bucket: names, types, shapes   ->  each rank of the server, in a thread
+        learner   broadcasts its bytes in the push's group   ->  the same thread, which keeps them next to the weights
+        learner   waits for the receipts                     <-  "", or why the bucket was not received
+
+    So a server receives while it generates: SGLang's own endpoints for weights wait until no request runs.
+
+    Args:
+        host, port: where the learner serves the store of the group.
+        ranks: the server's ranks in the group.
+    """
+
+    def __init__(self, host: str, port: int, group_name: str, ranks: range) -> None:
+        self._store = _open_store(host, port, group_name)
+        self._ranks = ranks
+        self._count = 0
+
+    def announce(
+        self, bucket: Bucket, place: str, is_first: bool, limit: Limit, is_alive: Callable[[], bool]
+    ) -> None:
+        """Have the server receive a bucket, which the learner broadcasts meanwhile, and wait until it has.
+
+        Raises:
+            WeightSyncError: the server could not receive the bucket, or has died.
+            WaitTimeoutError: there was no receipt within `limit`.
+        """
+        words = {
+            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "place": place,
+            "is_first": is_first, "is_last": bucket.is_last,
+        }
+        key = _key(_ANNOUNCED, self._ranks.start, self._count)
+        receipts = [_key(_RECEIPT, rank, self._count) for rank in self._ranks]
+        self._count += 1
+        self._store.set(key, json.dumps(words))
+        self._wait(receipts, limit, is_alive)
+        failures = [self._store.get(receipt).decode() for receipt in receipts]
+        for used in (key, *receipts):  # else the store would grow with every push
+            self._store.delete_key(used)
+        if why := next(filter(None, failures), ""):
+            raise WeightSyncError(f"the server could not receive a bucket next to its weights: {why}")
+
+    def _wait(self, receipts: list[str], limit: Limit, is_alive: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + limit.seconds
+        while True:
+            with suppress(DistError):
+                self._store.wait(receipts, timedelta(seconds=PROBE_S))
+                return
+            if find_silent({"server": is_alive}):
+                raise WeightSyncError("the server has died while it received a bucket")
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"the learner waited {limit} for a server to receive a bucket")
+
+
+def receive_announced(
+    group: ProcessGroup, group_name: str, host: str, port: int, rank: int, first_rank: int,
+    keep: Callable[[list[tuple[str, Tensor]], Announcement], None], device: torch.device,
+) -> None:
+    """Start a thread of a server that receives the buckets that are announced, until the learner's store is gone.
+
+    Args:
+        rank: this process's rank in the group.
+        first_rank: the rank in the group of the server's first process.
+        keep: is called with the tensors of each bucket, and may raise.
+    """
+    store = _open_store(host, port, group_name)
+
+    def receive(announced: Announcement) -> None:
+        names, dtypes, shapes = announced.names, announced.dtypes, announced.shapes
+        data = torch.empty(bucket_num_bytes(dtypes, shapes), dtype=torch.uint8, device=device)
+        dist.broadcast(data, group=group, group_src=0)
+        keep(unpack(data, names, dtypes, shapes), announced)
+
+    def work() -> None:
+        with suppress(DistError, RuntimeError), torch.no_grad(), _own_stream(device):  # the learner's store is gone
+            for number in itertools.count():
+                key = _key(_ANNOUNCED, first_rank, number)
+                store.wait([key], _FOR_EVER)
+                why = ""
+                try:
+                    receive(Announcement(**json.loads(store.get(key))))
+                    if device.type == "cuda":
+                        torch.cuda.current_stream(device).synchronize()
+                except Exception as error:
+                    why = f"{type(error).__name__}: {error}"
+                store.set(_key(_RECEIPT, rank, number), why)
+
+    threading.Thread(target=work, name=f"buckets of {group_name}", daemon=True).start()
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context: on a GPU this thread gets its own stream, next to the server's computation."""
+    if device.type == "cpu":
+        return nullcontext()
+    torch.cuda.set_device(device)  # of this thread
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def _open_store(host: str, port: int, group_name: str) -> Store:
+    return PrefixStore(group_name, TCPStore(host, port, is_master=False, wait_for_workers=False))
+
+
+def _key(word: str, rank: int, number: int) -> str:
+    return f"{word}/{rank}/{number}"

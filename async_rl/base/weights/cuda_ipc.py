@@ -1,0 +1,247 @@
+"""Pushes where learner ranks and servers share GPUs: the transport cuda_ipc, and whose memory is where.
+
+The server maps the learner's bucket, and no byte leaves the GPU. With several GPUs each rank shares its buckets with
+the server of its own GPU: all ranks gather all weights anyway. On a CPU the same code shares host memory.
+
+Barriers between the ranks in a push:
+
+    rank 0                          other ranks
+    ------------------------------  ------------------------------------------------
+    gather a first bucket           gather a first bucket; both have freed what the step left
+    pause all servers
+    await_others(LEFT_BY_STEP)
+    the servers' weights come back
+    RankSignals.begin(members)  ->  wait_for_begin
+    send                            send
+    reports                     <-  report(error)
+    await_others(LEFT_BY_GATHERING) <- free(LEFT_BY_GATHERING), once all weights are gathered
+    the KV caches come back
+    end_push: RankSignals.end       after a failure it frees ranks that still wait for the begin
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.weights.members import Member, Members, start_together
+from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.transport import BucketTransport
+
+CALLS = 5
+"""One rank may wait for another as long as this many calls to servers may take."""
+LEFT_BY_STEP = "what its last step has left cached"
+LEFT_BY_GATHERING = "what gathering the weights has left cached"
+
+
+class CudaIpcTransport(BucketTransport):
+    """The learner's half of the transport: shares the memory of buckets with servers on the same device."""
+
+    def __init__(self, config: Config, members: Members, rank: int, device: torch.device) -> None:
+        super().__init__(config, members, rank, device)
+        placement = config.placement
+        self._rank_of = placement.ranks_of_servers
+        """The rank that gives its buckets to each server, by the server's name; rank 0 if it is not here."""
+        ranks = placement.learner.ranks
+        self._signals = RankSignals(rank, ranks, members.limit) if any(self._rank_of.values()) else None
+        """None: rank 0 alone sends."""
+
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
+        if self._signals is None:
+            return self._send_own(staged, version)
+        self._signals.begin(self.members.current)
+        num_bytes, error = self._send_and_gather(staged, version)
+        errors = [error] if error else []
+        errors += [f"learner rank {rank}: {why}" for rank, why in self._signals.reports().items()]
+        if errors:
+            raise WeightSyncError("; ".join(errors))
+        for name in self.members.names:
+            if not self._is_own(name):
+                self.members.admin(name).note_mapped(version)
+        return num_bytes
+
+    def help(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        if self._signals is None:
+            return
+        staged = self.stage(named_tensors, version)  # all ranks gather the same tensors before they wait
+        members = self._signals.wait_for_begin()
+        if members is None:
+            return
+        self.members.replace(members)
+        _, error = self._send_and_gather(staged, version)
+        self._signals.report(error)
+
+    def end_push(self, served: int | None) -> None:
+        if self._signals is not None:
+            self._signals.end()
+
+    def _send_and_gather(self, staged: Iterator[Bucket], version: int) -> tuple[int, str]:
+        """Send to this rank's servers; return (bytes, error or ""). All weights are gathered, as every rank takes part.
+        """
+        try:
+            return self._send_own(staged, version), ""
+        except (WeightSyncError, WaitTimeoutError) as error:
+            for _ in staged:
+                pass
+            return 0, str(error)
+
+    def _send_own(self, staged: Iterator[Bucket], version: int) -> int:
+        try:
+            return super().send(staged, version)
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.ipc_collect()  # frees the buckets that no server maps any more
+
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        if bucket.data.is_cuda:
+            torch.cuda.current_stream(bucket.data.device).synchronize()  # the bucket must be filled before it is read
+        label = version if bucket.is_last else None
+        calls = {
+            name: call for name, call in self.members.calls(lambda admin: admin.map_bucket(bucket, label)).items()
+            if self._is_own(name)
+        }
+        return start_together(calls, self.members.limit, f"push of version {version}")
+
+    def _is_own(self, server: str) -> bool:
+        """Whether this rank gives the server its weights."""
+        return self._rank_of.get(server, 0) == self.rank
+
+
+class RankWords:
+    """Messages between learner ranks during a push, about one subject. The default process group must exist.
+
+    They pass through the store of that group and not through collectives. Gathering weights is a collective, and if
+    only some ranks have failed, the ranks would no longer make the same collectives in the same order.
+
+    Args:
+        subject: the prefix of the keys in the store.
+    """
+
+    def __init__(self, subject: str, rank: int) -> None:
+        self._rank = rank
+        default: Any = _get_default_store()
+        self._store = PrefixStore(subject, default.clone())  # its own connection: others wait on the default one
+
+    def say(self, key: str, text: str = "") -> None:
+        """Let every rank hear `text` under `key`, now or later."""
+        self._store.set(key, text)
+
+    def hear(self, key: str, speaker: int, what: str, limit: Limit, times: int = 1) -> bytes:
+        """Wait until the rank `speaker` has said something under `key`, and return it.
+
+        Args:
+            what: names what the speaker does before it says the word, for the error.
+            times: the wait may take so many times `limit`.
+
+        Raises:
+            WaitTimeoutError: it has not done so in that time.
+        """
+        try:
+            self._store.wait([key], timedelta(seconds=times * limit.seconds))
+            return bytes(self._store.get(key))
+        except DistError as error:
+            waited = f"{times} times {limit}" if times > 1 else str(limit)
+            raise WaitTimeoutError(
+                f"learner rank {self._rank} waited {waited} for learner rank {speaker} to {what}: {error}"
+            ) from error
+
+
+class RankSignals:
+    """The barriers of a push if every rank gives weights to the servers of its own GPU.
+
+    Args:
+        ranks: number of learner ranks, which all make as many pushes.
+        call_limit: the limit of one call to a server.
+    """
+
+    def __init__(self, rank: int, ranks: int, call_limit: Limit) -> None:
+        self._rank, self._others = rank, [other for other in range(ranks) if other != rank]
+        self._words = RankWords("weight-push", rank)
+        self._call_limit = call_limit
+        self._push = 0
+        """The number of this push. Messages of other pushes are not heard."""
+        self._is_open = False
+
+    def begin(self, members: Iterable[Member] | None) -> None:
+        """Let the other ranks send to `members`, which are paused. None: the push has failed already."""
+        self._push += 1
+        self._is_open = members is not None
+        self._words.say(self._key("begin"), json.dumps(None if members is None else [*members]))
+
+    def end(self) -> None:
+        """End the push on rank 0: ranks that still wait for its begin hear that it has failed."""
+        if not self._is_open:
+            self.begin(None)
+        self._is_open = False
+
+    def wait_for_begin(self) -> list[Member] | None:
+        """Wait for rank 0's `begin` and return its members."""
+        self._push += 1
+        members = json.loads(self._hear("begin", 0, "pause the servers"))
+        return None if members is None else [Member(*member) for member in members]
+
+    def report(self, error: str) -> None:
+        """Report to rank 0 that this rank has sent its weights, or the error with which it has stopped sending."""
+        self._words.say(self._key(str(self._rank)), json.dumps(error))
+
+    def reports(self) -> dict[int, str]:
+        """Wait on rank 0 for the reports of all others, and return those that are errors, by rank."""
+        heard = {rank: json.loads(self._hear(str(rank), rank, "send its weights")) for rank in self._others}
+        return {rank: error for rank, error in heard.items() if error}
+
+    def _key(self, word: str) -> str:
+        return f"{self._push}/{word}"
+
+    def _hear(self, word: str, rank: int, what: str) -> bytes:
+        return self._words.hear(self._key(word), rank, what, self._call_limit, CALLS)
+
+
+class FreedMemory:
+    """Frees the cache of one learner rank in each push, and on rank 0 waits until the others have done so.
+
+    Every rank gathers all weights on its own GPU, but rank 0 alone talks to the servers: it must know when the GPUs of
+    the others have room. The memory saver may end a server that finds none. Where learner and servers take no turns on
+    the same GPUs, this does nothing.
+    """
+
+    def __init__(self, config: Config, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._others = range(1, config.placement.learner.ranks) if config.shares_gpus else range(0)
+        self._words = RankWords("freed-memory", rank) if self._others else None
+        self._has_cache = config.shares_gpus and device.type == "cuda"
+        self._push = 0
+        """The number of this push. Messages of other pushes are not heard."""
+
+    def begin_push(self) -> None:
+        """Begin a push on any rank: free what the learner's last step has left."""
+        self._push += 1
+        self.free(LEFT_BY_STEP)
+
+    def free(self, left: str) -> None:
+        """Free what is cached, LEFT_BY_STEP or LEFT_BY_GATHERING; another rank than 0 then reports it to rank 0."""
+        if self._has_cache:
+            torch.cuda.empty_cache()
+        if self._words and self._rank > 0:
+            self._words.say(self._key(left, self._rank))
+
+    def await_others(self, left: str, limit: Limit) -> None:
+        """Wait on rank 0 until each other rank has freed what is `left`, for at most `limit` on each.
+
+        Raises:
+            WaitTimeoutError: one has not done so.
+        """
+        if self._words:
+            for rank in self._others:
+                self._words.hear(self._key(left, rank), rank, f"free {left}", limit)
+
+    def _key(self, left: str, rank: int) -> str:
+        return f"{self._push}/{left}/{rank}"

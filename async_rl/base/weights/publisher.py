@@ -1,0 +1,360 @@
+"""Pushes weights into the servers of a pool as a state machine, which also recovers from deaths of servers.
+
+States on rank 0 (`PushState`):
+
+                  push              ready to send            all received               resumed
+    serving ──────────> gathering ───────────────> sending ──────────────> verifying ──────────> serving
+                          │  ^                        │                        │
+                    error │  │ push again             │ error                  │ error
+                          v  │                        v                        v
+                          lost <──────────────────────┴────────────────────────┘
+
+    gathering   The servers generate with the old weights, unless a failed attempt has paused them or they have released
+                their memory. The transport connects to exactly the current members, and
+                gathers the first tensors or stages all of them.
+    sending     The servers are paused and receive the weights. With weight_sync.double_buffer they first receive them
+                next to the weights in use, and are paused then.
+    verifying   Each server has loaded the new weights and is still paused. The first push checks that every weight has
+                arrived. Then the servers resume.
+    serving     Every member serves the version.
+    lost        An attempt failed. Either an error is raised, or members that died or hang are removed, the others have
+                ended an update that had begun, and the report asks for another push. Servers that were paused stay
+                paused: no server ever samples from half-loaded weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
+from async_rl.base.telemetry.timeline import Span
+from async_rl.base.weights.cuda_ipc import LEFT_BY_GATHERING, LEFT_BY_STEP, FreedMemory
+from async_rl.base.weights.members import LOST_WITHIN_S, Member, start_together, wait_for_silent
+from async_rl.base.weights.parcels import ChangedWeights
+from async_rl.base.weights.server_admin import ServerAdmin
+from async_rl.base.weights.transport import Transport, serving_dtype
+
+SILENCES = 3
+"""At most so many pushes in a row are repeated because servers did not answer and then answer again."""
+
+
+class PushState(Enum):
+    """The state of a publisher; the module's docstring has the diagram."""
+
+    GATHERING = "gathering"
+    SENDING = "sending"
+    VERIFYING = "verifying"
+    SERVING = "serving"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """The result of one attempt to push. Other ranks than 0 get zeros."""
+
+    seconds: float = 0.0
+    """Time from the first gather until every server generates again."""
+    pause_s: float = 0.0
+    """Time for which the servers were paused."""
+    num_bytes: int = 0
+    spans: tuple[Span, ...] = ()
+    """The pause as a span of state `sync` for each server's pool."""
+    lost: tuple[Member, ...] = ()
+    """Members that died or hang and were removed. If there are any, the push has failed: repeat it on every rank."""
+    cause: str = ""
+    """The error of a failed push."""
+    repeats: bool = False
+    """The push has failed although every server answers: repeat it on every rank. For example, a server could not use a
+    sparse push and gets whole weights now, or a new process answers at the URL of a server that died."""
+    num_repeats: int = 0
+    """How often the push was repeated with the same servers before it succeeded."""
+    changed_share: float = 1.0
+    """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the push must be repeated, on every rank."""
+        return bool(self.lost) or self.repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The allowed absolute difference between logprobs of server and learner at equal weights: its mean and largest."""
+
+    mean: float
+    largest: float
+
+
+class WeightPublisher:
+    """One learner rank's side of all pushes to a pool. Every rank calls `push`; only rank 0 has states."""
+
+    def __init__(self, transport: Transport) -> None:
+        config, rank, device = transport.config, transport.rank, transport.device
+        self.config = config
+        self.rank = rank
+        self.transport = transport
+        self.members = transport.members
+        """The servers that get the next push. The driver reports here, from other threads, who joins and leaves."""
+        self.state = PushState.SERVING
+        self.loses_slow_servers = False
+        """What happens if a call takes longer than `members.limit`, or servers are silent before more than SILENCES
+        pushes in a row. True: those servers are lost, or all if nobody knows which. False: it is an error."""
+        self.lost_within_s = LOST_WITHIN_S
+        self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
+        self._memory = FreedMemory(config, rank, device)
+        self._silences = 0
+        self._has_repeated = False
+        """Whether the push was repeated already because it broke while every server answered."""
+
+    def connect(self) -> PushReport:
+        """Connect to the servers before the first push. If servers died, they are removed and reported as by `push`.
+
+        Does nothing on other ranks than 0.
+        """
+        if self.rank > 0:
+            return PushReport()
+        self.members.apply_reports()
+        self.state = PushState.GATHERING
+        try:
+            self.transport.connect()
+        except (WeightSyncError, WaitTimeoutError) as error:
+            return self._recover(error)
+        self._succeed()
+        return PushReport()
+
+    def push(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
+    ) -> PushReport:
+        """Make one attempt to bring the weights to every member; return once all of them serve `version`. Collective.
+
+        If the report `has_failed`, push again on all ranks, with the tensors anew. The tensors have the names of model
+        folders, and may be gathered from all ranks one by one. With weight_sync.lora adapter they are parcels
+        (parcels.py).
+
+        Args:
+            erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
+                tensors must be finite.
+
+        Raises:
+            WeightSyncError: a live server refused the weights twice, or did not load some. It stays paused and must
+                not be used.
+            WaitTimeoutError: a call took longer than `members.limit` although every server is alive, and not
+                `loses_slow_servers`.
+        """
+        tensors = iter(named_tensors)
+        self._memory.begin_push()
+        try:
+            if self.rank == 0:
+                return self._push(tensors, version, erases)
+            self.transport.help(tensors, version)
+            return PushReport()
+        finally:
+            if self.rank == 0:
+                self.transport.end_push(version if self.state is PushState.SERVING else None)
+            deque(tensors, maxlen=0)  # every rank gathers to the end; a loop would hold on to the last tensor
+            if self.rank > 0:
+                self._memory.free(LEFT_BY_GATHERING)
+
+    def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
+        """Do the work of `push` on rank 0, except for gathering what is left after an error."""
+        self.members.apply_reports()
+        self.state = PushState.GATHERING
+        is_staged = self.config.weight_sync.double_buffer != "none"
+        try:
+            if self._changes is not None:
+                self._changes.is_sparse = False  # as of the push before
+            self.transport.connect()
+            start_s = time.monotonic()
+            if self._changes is not None:
+                tensors = self._changes.parcels(tensors, version, self.members.current)
+            staged = self.transport.stage(tensors, version)
+            self.state = PushState.SENDING
+            if is_staged:  # the servers sample meanwhile, with the old weights
+                self.members.call(lambda admin: admin.begin_update(), "begin of a weight push")
+                num_bytes = self.transport.send(staged, version)
+            paused_s = time.monotonic()
+            self._pause(erases)
+            if not is_staged:
+                self.members.call(lambda admin: admin.begin_update(), "begin of a weight push")
+                num_bytes = self.transport.send(staged, version)
+            deque(tensors, maxlen=0)  # also what was not sent: the end may wait for ranks that gather it
+            self.members.call(lambda admin: admin.end_update(), "end of a weight push")
+            self.state = PushState.VERIFYING
+            if erases:
+                check_loaded(self.members.call(lambda admin: admin.unloaded_weights(), "weight verification"))
+            self._resume()
+            end_s = time.monotonic()
+        except (WeightSyncError, WaitTimeoutError) as error:
+            return self._recover(error)
+        self._succeed()
+        self.members.note_served()
+        if self._changes is not None:
+            self._changes.delivered(self.members.current)
+        return PushReport(
+            changed_share=1.0 if self._changes is None else self._changes.changed_share,
+            seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
+            spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.members.names),
+        )
+
+    def _pause(self, erases: bool) -> None:
+        """Pause each server, and allocate its weights again if they were released."""
+        on_update = self.config.weight_sync.on_update
+        self.members.call(lambda admin: admin.pause(on_update), "pause before a weight push")
+        if self.config.shares_gpus:
+            self._memory.await_others(LEFT_BY_STEP, self.members.limit)
+            self.members.call_to_the_end(lambda admin: admin.resume_memory("weights"))
+        if erases:
+            self.members.call(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
+
+    def _resume(self) -> None:
+        """Allocate each server's KV cache again if it was released, then resume all servers."""
+        if self.config.shares_gpus:
+            self._memory.free(LEFT_BY_GATHERING)
+            self._memory.await_others(LEFT_BY_GATHERING, self.members.limit)
+            self.members.call_to_the_end(lambda admin: admin.resume_memory("kv_cache"))
+        self.members.call(lambda admin: admin.resume(), "resume after a weight push")
+
+    def _succeed(self) -> None:
+        self.state = PushState.SERVING
+        self._silences, self._has_repeated = 0, False
+
+    def _recover(self, error: WeightSyncError | WaitTimeoutError) -> PushReport:
+        """After a failed attempt remove the members that died or hang, and end the update at the others.
+
+        If no member is lost and the push is not to be repeated, `error` is raised.
+        """
+        was_sending = self.state is PushState.SENDING
+        self.state = PushState.LOST
+        lost = wait_for_silent(self.members.probes(), self.lost_within_s)
+        repeats = not lost and self._may_repeat(error)
+        if not (lost or repeats) and self.loses_slow_servers:
+            if isinstance(error, ServersSilentError):
+                lost = error.names
+            elif isinstance(error, WaitTimeoutError):
+                # while weights are sent, servers wait for each other: who is late may not be who hangs
+                late = () if was_sending else tuple(sorted({*self.members.names} & {*error.names}))
+                lost = self._give_up(was_sending) or late or self.members.names
+        if not (lost or repeats):
+            raise error
+        dead = self.members.remove(lost)
+        hanging = self.members.remove(self._give_up(was_sending))
+        return PushReport(lost=(*dead, *hanging), cause=str(error), repeats=repeats)
+
+    def _may_repeat(self, error: WeightSyncError | WaitTimeoutError) -> bool:
+        """Whether a push that failed with `error`, while every server lives, may succeed when it is repeated."""
+        if isinstance(error, ServersSilentError):
+            self._silences += 1
+            return self._silences <= SILENCES
+        if not isinstance(error, WeightSyncError):
+            return False
+        if self._changes is not None and self._changes.is_sparse:
+            return True
+        may, self._has_repeated = not self._has_repeated, True
+        return may
+
+    def _give_up(self, was_sending: bool) -> tuple[str, ...]:
+        """Free the servers that hang in a failed push and end its update; return those that did not answer in time.
+
+        A server stays paused if it is paused, with the weights in use. If no server can be in an update, none is asked
+        to end one: SGLang would do so only when it is paused or idle.
+        """
+        hanging = self.transport.give_up(was_sending)
+        if not was_sending:
+            return hanging
+        is_staged = self.config.weight_sync.double_buffer != "none"
+
+        def end(admin: ServerAdmin) -> None:
+            if is_staged:  # drop the staged weights, maybe all of them: it may still sample with the old ones
+                with suppress(WeightSyncError):
+                    admin.begin_update()
+            admin.end_update()
+
+        return self.members.tell(end, self.members.names)
+
+    def release_server_memory(self) -> None:
+        """Make every server give its GPU memory to the learner until the next push. Rank 0 calls this before a step.
+
+        Answers to an evaluation wait and continue with the new weights. The next push finds a dead server.
+        """
+
+        def release(admin: ServerAdmin) -> None:
+            try:
+                admin.release_memory()
+            except WeightSyncError:
+                if admin.is_ready():
+                    raise
+
+        self.members.apply_reports()
+        self.members.call_to_the_end(release)
+
+    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> bool:
+        """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
+
+        `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
+        Servers that have died since the push are left to the next push. Returns whether any server was compared.
+
+        Raises:
+            WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
+        """
+        calls, scores = self.members.calls(lambda admin: admin.score_tokens(tokens)), dict[str, list[float]]()
+        while calls and not scores:
+            try:
+                scores = start_together(calls, self.members.limit, "weight verification")()
+            except (WeightSyncError, WaitTimeoutError):
+                probes = self.members.probes()
+                dead = wait_for_silent({name: probes[name] for name in calls}, self.lost_within_s)
+                if not dead:
+                    raise
+                calls = {name: call for name, call in calls.items() if name not in dead}
+        for name, served in scores.items():
+            check_logprobs(name, served, learner_logprobs, tolerance)
+        return bool(scores)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
+    """Check that no server has `unloaded` weights, by server name. All weights were NaN before the push.
+
+    Raises:
+        WeightSyncError: a server has.
+    """
+    for name, weights in unloaded.items():
+        if weights:
+            raise WeightSyncError(
+                f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
+                f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
+                "weights under the names of its folder. Set another rollout.engine; if you know that training "
+                "never changes these weights, set weight_sync.verify: false"
+            )
+
+
+def check_logprobs(name: str, served: Sequence[float], learners: Sequence[float], tolerance: Tolerance) -> None:
+    """Check that the logprobs of a text that the server `name` computed agree with the learner's.
+
+    Raises:
+        WeightSyncError: they differ by more than `tolerance`.
+    """
+    if len(served) != len(learners):
+        raise WeightSyncError(
+            f"weight verification: {name} returned {len(served)} logprobs, the learner {len(learners)} for the same "
+            "tokens: they must be as many"
+        )
+    differences = [abs(a - b) for a, b in zip(served, learners, strict=True)]
+    mean, largest = sum(differences) / len(differences), max(differences)
+    if not (mean <= tolerance.mean and largest <= tolerance.largest):
+        raise WeightSyncError(
+            f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
+            f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
+            f"{tolerance.largest:.0e}): it does not serve the learner's weights, or rounds far more than "
+            "other models in bfloat16. Check that model.path holds the same model on its host and the learner's; if it "
+            "does, set another weight_sync.transport, or weight_sync.verify: false."
+        )

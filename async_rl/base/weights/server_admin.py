@@ -1,0 +1,131 @@
+"""The interface of one rollout server for the learner: pause, receive weights, resume. An engine implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from async_rl.base.seams import EngineEntry
+
+_IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
+_OF_VERIFICATION = ("erase_weights", "unloaded_weights", "score_tokens")
+_FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")
+_OF_A_WAY = {
+    "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket", "note_mapped"),
+    "folder": ("load_folder",),
+}
+"""The calls that deliver weights in each way that an engine may declare in `receives`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Part of a model's weights: tensors that lie one after the other in `data`, in the order of `names`."""
+
+    names: list[str]
+    dtypes: list[str]
+    """Torch names without the prefix, e.g. `float32`."""
+    shapes: list[list[int]]
+    data: Tensor  # [bytes] uint8
+    is_last: bool
+
+
+class ServerAdmin(Protocol):
+    """Administers one rollout server. The entry of the engine in ENGINES names the implementation.
+
+    All calls block until the server has done what was asked, and may come from any thread. All but `is_ready` raise
+    WeightSyncError when the server refuses or can't be reached, and WaitTimeoutError when it does not answer within
+    timeouts.push_s.
+
+    New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
+    `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket` and,
+    on several GPUs, `note_mapped`; folder uses `load_folder`. An engine needs only the calls of the ways that it
+    `receives`. The call with the last weights also gets their policy version, all others get None. If the last call
+    never comes, the push has failed, and the server is not resumed before another push has sent all weights.
+
+    With weight_sync.double_buffer, whose values the engine's entry declares, `begin_update` and the calls that bring
+    weights come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and
+    `end_update`. If that push fails before the pause, the server continues with the old weights.
+    """
+
+    def is_ready(self) -> bool:
+        """Return whether the server answers, which it does also while it is paused."""
+
+    def pause(self, on_update: str) -> None:
+        """Stop sampling; `on_update`, which is weight_sync.on_update, says what happens to running requests.
+
+        No later request may read KV of the old weights, unless it is in_place.
+        """
+
+    def resume(self) -> None:
+        """Resume sampling after `pause`, with the weights and the version of the last complete update."""
+
+    def begin_update(self) -> None:
+        """Prepare to receive weights. Weights of an earlier, incomplete update are dropped."""
+
+    def end_update(self) -> None:
+        """Load the weights received since `begin_update` with their version; sampling uses them from `resume` on."""
+
+    def join_group(
+        self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
+    ) -> None:
+        """Have all ranks of the server join a torch.distributed group as `first_rank` and those that follow.
+
+        The learner serves the group's TCPStore at `host` and `port`. `backend` is nccl or gloo.
+        """
+
+    def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
+        """Have the server receive `bucket`, whose bytes rank 0 of the group broadcasts; `bucket.data` is not read."""
+
+    def leave_group(self, name: str) -> None:
+        """Have all ranks of the server leave the torch.distributed group `name` and destroy it."""
+
+    def map_bucket(self, bucket: Bucket, version: int | None) -> None:
+        """Have the server load weights from the memory of `bucket`, which is on the server's own device or host."""
+
+    def note_mapped(self, version: int) -> None:
+        """Note that `map_bucket` was called in another process, a learner rank of the server's GPU, up to `version`."""
+
+    def load_folder(self, folder: Path, version: int | None) -> None:
+        """Have the server load the safetensors files of a model folder."""
+
+    def release_memory(self) -> None:
+        """Pause and free the memory of weights and KV cache. Called only for engines that declare `releases_memory`."""
+
+    def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate the memory of weights or KV cache again, with undefined contents; nothing if it was not released."""
+
+    def erase_weights(self) -> None:
+        """Fill the weights in use with NaN, while the server is paused and before `end_update`: a push is verified.
+
+        A weight that the push does not bring, or that the server does not load, then stays NaN.
+        """
+
+    def unloaded_weights(self) -> list[str]:
+        """Return the names, as the server has them, of all weights that hold a NaN."""
+
+    def score_tokens(self, tokens: Sequence[int]) -> list[float]:
+        """Return the len(tokens) - 1 values log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, as served."""
+
+
+def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[str, str]:
+    """Return {call that `admin`, the ServerAdmin class of an engine's entry, does not define: what needs it}.
+
+    Args:
+        verifies: whether weight_sync.verify is set.
+    """
+    needed = dict.fromkeys(_IN_EACH_PUSH, "every push")
+    for way in entry.receives:
+        needed |= dict.fromkeys(_OF_A_WAY.get(way, ()), f"`receives` {way}")
+    if entry.releases_memory:
+        needed |= dict.fromkeys(("release_memory", "resume_memory"), "`releases_memory`")
+    if verifies:
+        needed |= dict.fromkeys(_OF_VERIFICATION, "weight_sync.verify")
+    return {
+        call: why for call, why in needed.items()
+        if getattr(admin, call, None) in (None, getattr(ServerAdmin, call))  # a subclass of the Protocol inherits stubs
+    }

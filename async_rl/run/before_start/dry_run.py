@@ -1,0 +1,101 @@
+"""Shows what a configuration resolves to and which sizes follow from it, without starting a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+from async_rl.base.config import Config
+from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import located, pinned
+from async_rl.base.models_and_data.model_folder import policy_lr
+from async_rl.run.before_start.memory import UNKNOWN_SIZE, plan_here, plan_memory
+from async_rl.run.before_start.preflight import check_inputs, check_names, task_of
+from async_rl.run.processes.placement import explain, find_hosts, runs_here
+
+NO_SIZE = "the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
+
+
+def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0) -> str:
+    """Return the resolved configuration and the sizes derived from it as text, without starting a run.
+
+    Args:
+        check: called while a model is downloaded; an exception that it raises ends the download.
+        gpu_gb: the memory of the smallest GPU, in units of 1e9 bytes, if the run spans other hosts; 0: not known.
+
+    Raises:
+        ConfigError: the run can't work, or needs more than GPUs of `gpu_gb` have.
+    """
+    check_names(config)
+    shown = pinned(config)
+    config = located(shown, check=check)
+    task = task_of(config)
+    cautions = check_inputs(config, task)
+    hosts = find_hosts(config)
+    if runs_here(config):
+        if gpu_gb:
+            raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
+        plan = plan_here(config)  # which check_inputs has checked
+    else:
+        plan = plan_memory(config, sum(host.gpus for host in hosts) or inf, round(1e9 * gpu_gb)) if gpu_gb else None
+        cautions += plan.check() if plan else []
+    placement, prompts = config.placement, task().num_prompts
+    derived = {
+        "epochs of the training prompts, at least":
+            f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",
+        "episodes per step": config.episodes_per_step,
+        "groups in flight or waiting, at most": config.slots,
+        "episodes at the engines, at most": min(
+            config.slots, config.rollout.max_groups_in_flight * placement.rollout.servers
+        ) * config.rollout.group_size,
+        "optimizer steps per batch": config.algorithm.steps_per_batch,
+        "learning rate of the policy": f"{policy_lr(config):g}",
+        "episodes per learner rank and step": config.episodes_per_step / config.batch_shares,
+        "longest sequence, tokens": config.longest_tokens,
+        "correction": config.correction_kind,
+        "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",
+    }
+    text = dump_config(shown)
+    sections = {
+        "differs from the defaults": [
+            f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
+        ],
+        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config, hosts),
+        "memory": plan.table() if plan else [f"not computed: {UNKNOWN_SIZE if runs_here(config) else NO_SIZE}"],
+        "caution": cautions,
+    }
+    for title, lines in sections.items():
+        if lines:
+            text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
+    return text
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the settings of a configuration that differ from the defaults of its preset, as (key, value, default).
+
+    `...` stands for a missing default: the key is required, or another version of this program wrote it.
+    """
+    algorithm = config.get("algorithm")
+    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
+    fixed = ["model.path=none", "task.name=reasoning_gym/none"]
+    try:
+        text = dump_config(load_config(None, [*fixed, *([f"algorithm.preset={preset}"] if preset else [])]))
+    except ConfigError:
+        text = dump_config(load_config(None, fixed))
+    defaults = dict(_leaves(read_yaml(text)[0]))
+    required = {"model.path", "task.name"}
+    found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in _leaves(config)]
+    is_set = [key not in required or value for key, value, _ in found]  # task.env and task.agent take no task.name
+    return [each for each, counts in zip(found, is_set, strict=True) if counts and each[1] != each[2]]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted key, value) of each value in nested mappings."""
+    found: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        found += _leaves(value, f"{prefix}{name}.") if is_section else [(f"{prefix}{name}", value)]
+    return found

@@ -1,0 +1,366 @@
+"""Checks of a configuration against the files that it names and against this host.
+
+`async-rl train` makes these checks before it starts anything and ends at the first that fails; `async-rl doctor` shows
+all results. If Ray may place the run on other hosts, checks of this host alone are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.config.unused import unused_settings
+from async_rl.base.cores import usable_cores
+from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.models_and_data.hub import check_login
+from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
+from async_rl.base.models_and_data.model_folder import (
+    ROLES,
+    check_is_folder,
+    check_model_folder,
+    check_role_folder,
+    check_trainable,
+    check_unquantised,
+    load_tokenizer,
+    weight_shapes,
+)
+from async_rl.base.models_and_data.row_files import files_of
+from async_rl.base.network.ports import check_ports
+from async_rl.base.run_dir.checkpoints import check_measured
+from async_rl.base.run_dir.free_space import check_disk
+from async_rl.base.seams.lookup import import_object
+from async_rl.run.before_start.memory import check_memory
+from async_rl.run.processes.addresses import check_addresses
+from async_rl.run.processes.gpu_driver import check_gpu_driver, check_shared_gpus, taken_gpus
+from async_rl.run.processes.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
+from async_rl.run.processes.resources import host_demands
+
+if TYPE_CHECKING:
+    from async_rl.base.seams import EngineEntry
+    from rollout_server.rewards.base import NamedReward
+    from rollout_server.tasks.base import Task
+
+MODEL, TASK = "model and tokenizer", "task"
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightCheck:
+    """One check of the configuration, which `async-rl doctor` shows as one line."""
+
+    what: str
+    value: str
+    """The value of the setting in the config."""
+    run: Callable[[], Sequence[str] | None]
+    """Makes the check; raises ConfigError if it fails. Returns cautions: what works but may not be meant."""
+    needs: tuple[str, ...] = ()
+    """`what` of the checks that must succeed before this one can be made."""
+    everywhere: bool = False
+    """Whether the check must succeed on every host of a run, not only on the driver's."""
+
+
+def task_of(config: Config) -> Callable[[], Task]:
+    """Return a function that opens the task of `config` when it is called first, and then returns the same one."""
+    from rollout_server.tasks.base import open_task
+
+    return cache(lambda: open_task(config, load_tokenizer(config.model.path)))
+
+
+def check_names(config: Config) -> None:
+    """Check that the files and functions that the configuration names exist, before anything slow is imported.
+
+    Raises:
+        ConfigError: a file is missing, or a `module:name` can't be imported.
+    """
+    for key, name in names_in(config, (*MODEL_KEYS, *DATA_KEYS)):
+        if is_data(key):
+            if find_data(name, key) is None:
+                files_of(name, key)
+        elif find_model(name, key) is None:
+            check_is_folder(key, name)
+    task = config.task
+    named = {"task.reward": task.reward, "task.env": task.env, "task.agent": task.agent, "task.name": task.name}
+    named |= {f"task.rewards[{number}].reward": each.reward for number, each in enumerate(task.rewards)}
+    named["eval.gold_reward"] = config.eval.gold_reward
+    for key, name in named.items():
+        if ":" in name and not (key == "task.agent" and task.agent_python):
+            import_object(name, key)
+
+
+def check_inputs(config: Config, task: Callable[[], Task] | None = None) -> list[str]:
+    """Make all checks of `config`, and return their cautions; raises the ConfigError of the first that fails.
+
+    Args:
+        task: what `task_of` has returned, for a caller that needs the task, too.
+    """
+    return [caution for each in input_checks(config, task) for caution in each.run() or ()]
+
+
+def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list[PreflightCheck]:
+    """Return all checks that apply to `config`; each comes after those that it `needs`."""
+    model, host = config.model.path, config.network.host
+    has_questions = bool(config.task.path or config.task.name)
+    task = task or task_of(config)
+    checks: list[PreflightCheck] = []
+
+    def add(what: str, value: str, run: Callable[[], Any], *needs: str, everywhere: bool = False) -> None:
+        checks.append(PreflightCheck(what, value, run, needs, everywhere))
+
+    add(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)
+    add("settings without effect", "none", lambda: unused_settings(config))
+    for name, entry in config.engine_entries.items():
+        if not config.rollout.server_url:
+            server = config.server_names[config.engines.index(name)]
+            add("rollout.engine", name, partial(check_model, config.of_server(server)), MODEL, everywhere=True)
+        admin = partial(_check_admin, name, entry, config.weight_sync.verify)
+        add("how the learner updates servers", name, admin)
+    add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), everywhere=True)
+    if pushed := config.checkpoint.push_to_hub:
+        add("checkpoint.push_to_hub", pushed, lambda: check_login(config))
+    if best := config.checkpoint.keep_best:
+        add("checkpoint.keep_best", f"{best}", lambda: check_measured(config))
+    roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
+    for key, path in roles.items():
+        add(key, path, partial(check_role_folder, key, path))
+    if judge := config.judge.path:
+        add("judge.path", judge, lambda: _check_judge(config), everywhere=True)
+    if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
+        add("network.host", host, lambda: check_addresses(config))
+    if config.network.ports:
+        add("network.ports", config.network.ports, lambda: check_ports(config))
+    if runs_here(config):
+        add("placement", _processes(config), lambda: _check_placement(config))
+        add("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config))
+        if keys := config.network.keys:
+            add("network.keys", keys, lambda: _check_keys(keys))
+    # Another host may have packages for attention that this one lacks; every model has eager attention.
+    eager = replace(config.model, attn_implementation="eager")
+    loading = config if runs_here(config) else replace(config, model=eager)
+    for key, path in {"model.path": model, **roles}.items():
+        needs = (MODEL, key) if key in roles else (MODEL,)
+        add(f"{key} loads", path, partial(_check_loading, key, path, loading), *needs)
+    loads = [f"{key} loads" for key in ("model.path", *roles)]
+    add("disk", f"room in {config.run.dir}", lambda: _check_disk(config), *loads)
+    if runs_here(config):
+        add("memory of the run", "learner, servers", lambda: check_memory(config), *loads)
+    if (top_p := config.rollout.top_p) < 1:
+        biased = "samples from a narrowed distribution while the behaviour logprobs are those of the full one"
+        caution = f"rollout.top_p = {top_p} {biased}: importance ratios are biased. 1.0 is exact."
+        add("rollout.top_p", f"{top_p}", lambda: [caution])
+    if config.task.has_turns:
+        played = config.task.env or config.task.agent or ", ".join(config.task.tools)
+        add("episodes", played, lambda: _check_episodes(config), MODEL, everywhere=True)
+    if text := config.task.pretrain_path:
+        add("task.pretrain_path", text, lambda: _check_pretraining(config), MODEL, everywhere=True)
+    source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
+    add(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True)
+    add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, everywhere=True)
+    return checks
+
+
+def _processes(config: Config) -> str:
+    placement = config.placement
+    servers = (f"{len(config.server_names)} server(s)", f"{placement.judge.servers} judge server(s)")
+    return ", ".join([f"{placement.learner.ranks} learner rank(s)", *servers[: 1 + bool(placement.judge.servers)]])
+
+
+def _check_keys(folder: str) -> None:
+    from buffer.protocol.keys import check_keys
+
+    check_keys(folder)
+
+
+def _check_loading(key: str, path: str, config: Config) -> list[str]:
+    """Check that the model in `path`, the value of `key`, is not quantised, loads with its attention, is of a kind that
+    the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen weights
+    (policy), reads the policy's rows (the others), and can be split (all but reward encoders).
+
+    Returns a caution if a reward model that reads text may get rows that are longer than its positions.
+    """
+    from async_rl.base.models_and_data.model_loading import check_reads_rows, load_without_weights, usable_positions
+
+    check_unquantised(path, key)
+    if key in ("model.path", "reference.path"):
+        check_trainable(path, key)
+    settings, slices = config.model, config.learner.sequence_parallel
+    model = load_without_weights(key, path, settings.attn_implementation)
+    cautions = []
+    if key == "reward_model.path" and _reads_text(config):
+        positions, longest = usable_positions(model), config.longest_tokens
+        if positions and positions < longest:
+            cautions.append(
+                f"{key}: the model has {positions} positions, and an answer with more tokens of its own tokenizer, "
+                f"prompt included, ends the run. In the policy's tokens they may be {longest}."
+            )
+    elif key != "model.path":
+        check_reads_rows(model, key, path, config)
+    if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
+        from learner.models.sequence import check_splittable
+        from learner.models.split_vocabulary import check_vocabulary
+
+        check_splittable(model, key, path)
+        placed = config.placement.learner
+        copies = placed.nodes if config.learner.sharding == "hybrid" else 1
+        check_vocabulary(model.get_input_embeddings().num_embeddings, placed.ranks, slices, copies)
+    if key == "model.path":
+        from async_rl.base.weights.checkpoint_names import check_names
+
+        check_names(model, weight_shapes(Path(path)), path)
+    if key == "model.path" and settings.lora.rank:
+        from learner.models.lora import add_adapters
+
+        add_adapters(model, settings.lora)
+    if key == "model.path" and settings.frozen:
+        from learner.models.frozen import freeze
+
+        freeze(model, settings.frozen)
+    return cautions
+
+
+def _reads_text(config: Config) -> bool:
+    from learner.models.reward_model import RewardRows
+
+    return RewardRows(config.model.path, config.reward_model.path).reads_text
+
+
+def _check_optimizer(config: Config) -> None:
+    from learner.loop.optimizer_choice import check_optimizer
+
+    check_optimizer(config.learner)
+
+
+def _check_disk(config: Config) -> None:
+    from learner.memory.networks import checkpoint_bytes
+
+    check_disk(config, checkpoint_bytes(config))
+
+
+def check_model(config: Config) -> None:
+    """Check that the engine rollout.engine can serve the model in model.path. Raises ConfigError if not."""
+    if reason := config.rollout.engine_entry.why_model_refused(config):
+        raise ConfigError(f"rollout.engine {config.rollout.engine} can't serve {config.model.path}: {reason}")
+
+
+def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
+    """Check that the ServerAdmin class of the engine `name` defines all calls that pushes will make."""
+    from async_rl.base.weights.server_admin import lacking_calls
+
+    admin = entry.load_admin()
+    lacking = lacking_calls(entry, admin, verifies=verifies) if isinstance(admin, type) else {"a class": "open_admin"}
+    if lacking:
+        calls = ", ".join(f"{call} (for {why})" for call, why in lacking.items())
+        raise ConfigError(
+            f"rollout.engine {name}: {admin!r} must define {calls}: the calls of ServerAdmin in "
+            "async_rl/base/weights/server_admin.py. Write them, or let the engine's entry declare less"
+        )
+
+
+def _check_task(task: Task, has_questions: bool) -> list[str]:
+    """Make the task's first prompt, which alone shows that a task's template fails; returns the task's cautions."""
+    prompt = task.prompt(0)
+    if not len(prompt.tokens) and has_questions:
+        raise ConfigError(
+            f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}. Correct the task"
+        )
+    return task.cautions
+
+
+def _check_episodes(config: Config) -> None:
+    """Check the environment, agent or tools, and that the model's chat template can be extended turn by turn."""
+    from rollout_server.episodes.players.player import MultiTurnPlayer
+
+    def generate(request: object) -> NoReturn:
+        raise AssertionError("a check generates nothing")
+
+    server_url = "http://127.0.0.1:1"  # only the format of tool calls is chosen; nothing is sent
+    MultiTurnPlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
+
+
+def _check_pretraining(config: Config) -> None:
+    from learner.stages.pretraining import read_texts
+
+    read_texts(config)
+
+
+def _check_reward(config: Config, task: Task) -> list[str]:
+    """Check the rewards and the gold reward; returns a caution for each that runs programs without containment."""
+    from rollout_server.rewards.base import open_gold_reward, open_rewards
+
+    rewards = (*open_rewards(config, task), *open_gold_reward(config, task))
+    for key, each in zip(config.task.named_rewards, rewards, strict=False):
+        if ":" in key.reward:
+            _try_reward(each, key.reward, task)
+    if config.task.sandbox.kind != "none":
+        return []
+    return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
+
+
+def _try_reward(named: NamedReward, name: str, task: Task) -> None:
+    """Call a reward function of the user's with the first prompt and its right answer, within its time limit, and check
+    its result.
+
+    Calls that may wait for a network (`async def`, `open`) and rewards of episodes and groups are not tried.
+    """
+    from rollout_server.rewards.base import is_async
+    from rollout_server.rewards.contract import read_verdict
+    from rollout_server.rewards.reward_threads import RewardThreads
+
+    function = named.reward.function
+    if function is None or named.reward.of != "answer" or is_async(function):
+        return
+    question = task.prompt(0).question
+    settings = {} if named.settings is None else {"settings": named.settings}
+    answer = question.solution or str(question.ground_truth)
+    threads = RewardThreads(named.timeout_s, 1, named.limit)
+    try:
+        asyncio.run(threads.run([lambda: read_verdict(function(question, answer, **settings))]))
+    except RewardError as error:
+        raise ConfigError(f"the reward {name} fails for the right answer to the first prompt: {error}") from error
+    finally:
+        threads.close()
+
+
+def _check_judge(config: Config) -> list[str]:
+    """Check the model of the judge's servers; returns a caution if it has no chat template."""
+    judge = config.judge
+    check(not judge.urls, "judge.urls", list(judge.urls), "empty with judge.path", "The run fills them in.")
+    return check_model_folder(judge.path, key="judge.path")
+
+
+def _check_placement(config: Config) -> list[str]:
+    check_gpu_driver()
+    learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
+    wanted = learner.ranks + len(config.server_names) * rollout.tp
+    check(
+        rollout.tp == 1 or gpus >= wanted or bool(config.rollout.server_url), "placement.rollout.tp", rollout.tp,
+        f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
+        "A server wants tp whole GPUs; on the CPU it starts one rank.",
+    )
+    check_shared_gpus(max(demand.processes_per_gpu for demand in host_demands(config, gpus)))
+    explain(config, find_hosts(config))
+    cautions = [] if config.rollout.server_url else taken_gpus()  # a server that runs has its memory
+    processes, cores = config.placement.processes_per_node, usable_cores()
+    if processes <= cores or config.placement.pin_cpus:
+        return cautions
+    return [
+        *cautions,
+        f"placement: {processes} learner ranks and servers share {cores} cores, so they take turns, and the start may "
+        "take longer than timeouts.startup_s. Lower placement.learner.ranks, placement.rollout.servers, "
+        "placement.eval.servers or placement.judge.servers."
+    ]
+
+
+def _check_transport(config: Config) -> None:
+    transport, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, gpus_here()
+    check(
+        gpus > 0 or entry is None or "cpu" in entry.devices, "weight_sync.transport", transport,
+        "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
+    )
+    check_sharing(config, host_demands(config, gpus))

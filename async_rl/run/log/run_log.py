@@ -1,0 +1,315 @@
+"""The driver's log of a run: merges the reports of all processes into metrics per step, utilisation and a summary."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.config import Config
+from async_rl.base.config.watch import RULES
+from async_rl.base.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
+from async_rl.base.run_dir.checkpoints import checkpoint_before, list_checkpoints, prune, resumed_training_state
+from async_rl.base.run_dir.resuming import kept_resumes, write_config
+from async_rl.base.run_dir.unlogged_steps import missing_steps, numbers_text, restored_records
+from async_rl.base.run_dir.watch_events import accepted_rules
+from async_rl.base.telemetry.figures import trained_tokens
+from async_rl.base.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics
+from async_rl.base.telemetry.timeline import RESTART, Span
+from async_rl.run.log.run_results import RunResults
+from async_rl.run.log.run_timeline import RunTimeline
+from async_rl.run.processes.run_control import StepListener
+from async_rl.run.watch.watcher import Finding, Watcher, limits_of
+
+Values = dict[str, float]
+
+MOST_METRICS = 2**16
+"""The most metrics that are kept apart until a step ends; beyond that, metrics of one key become one. Workers report
+twice a second, also while a pause holds the learner for days."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStep:
+    """A step that is not logged yet; the times are by the driver's clock."""
+
+    report: StepDone
+    end_s: float
+    arrived_s: float
+
+
+class RunLog:
+    """Collects the reports of all processes in the driver, and logs each step when it is complete.
+
+    A step's record holds the learner's metrics of that step and the metrics that the rollout workers reported since the
+    record before. It is written when every learner rank has reported the step and every rollout pool has reported spans
+    beyond the step's end, which its utilisation needs; for that it waits at most timeouts.silent_s. Spans and samples
+    of older steps are in timeline.json only.
+    """
+
+    def __init__(self, config: Config, on_step: StepListener = lambda version, metrics: None) -> None:
+        self.run_dir = config.run_dir
+        self._on_step = on_step
+        self._evals_to_tell: Values = {}
+        """The metrics of the evaluations that ended since `on_step` was called last."""
+        self._config = config
+        self.logger = MetricsLogger(config, config.run_dir)
+        self.timeline = RunTimeline(self.run_dir)
+        self.results = RunResults()
+        self.version = 0
+        """The policy version of the last step that was logged."""
+        self.ended = ""
+        """The reason for which training ended before run.steps; empty if it did not."""
+        self.has_begun = False
+        """Whether the run has made a step or come to its end. Until then a resume may be undone."""
+        self._best_values: dict[int, float] = {}
+        """The value of what checkpoint.best_by names, by policy version."""
+        self._restored: list[dict[str, float | None]] = []
+        """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
+        self.watcher = Watcher(
+            limits_of(config), config.rollout.group_size, config.eval.every_steps, accepted_rules(self.run_dir)
+        )
+        if saved := resumed_training_state(config):
+            self.version = saved.version
+            past = read_metrics(self.run_dir / "metrics.jsonl")
+            self._find_unlogged(past)
+            for record in past:
+                known = {key: value for key, value in record.items() if value is not None}
+                self._note_values(int(known["step"]), known)
+                self.results.count_past(known)
+        self._finding: Finding | None = None
+        """The finding in the step or evaluation that is being logged."""
+        self._troubles = deque[Finding]()
+        """The trouble that is not acted on yet, oldest first."""
+        self.kept_checkpoints: set[int] = set()
+        """The versions to which the run goes back, or a person may send it."""
+        self.end_reason = ""
+        """The reason of the driver for which the learner was stopped."""
+        self._pending: list[_OpenStep] = []
+        """The steps of learner/0 that are not logged yet."""
+        self._since_step: list[Metric] = []
+        self._awaited = {name for name in config.server_names if name.startswith("rollout")}
+        """A step waits for the spans of these processes; the evaluation servers work beside the steps."""
+        self._reported_until_s = dict.fromkeys(self._awaited, 0.0)
+        self._lost_s: dict[str, float] = {}
+        """[process] time.monotonic() at the loss of a rollout process that is not back yet."""
+        self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
+
+    def _find_unlogged(self, past: list[dict[str, float | None]]) -> None:
+        """Find the steps up to the checkpoint that were not logged before the driver was killed, and tell of them."""
+        missing = missing_steps(past, self.version)
+        self._restored = restored_records(Path(self._config.run.resume), missing, past)
+        restored = [int(record["step"] or 0) for record in self._restored]
+        if restored:
+            self.logger.note(
+                f"step {numbers_text(restored)}: trained but not logged before the run ended. The metrics are those in "
+                "the checkpoint, without utilisation and what the rollout workers measured"
+            )
+        if lost := [step for step in missing if step not in restored]:
+            self.logger.note(f"step {numbers_text(lost)}: not logged before the run ended; no file has the metrics")
+
+    def _note_values(self, version: int, values: Values) -> Values:
+        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
+
+        Returns the metrics `alarm/<rule>`, 1 or 0, of the rules that were checked.
+        """
+        self.results.add(version, values)
+        if "eval/accuracy" in values:
+            self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
+        found = self._finding = self.watcher.add(version, values)
+        return {f"alarm/{name}": float(is_broken) for name, is_broken in found.states.items()} if found else {}
+
+    def _tell_findings(self) -> None:
+        """Say which alarms began or ended with the step or evaluation that was logged."""
+        found, self._finding = self._finding, None
+        if found is None:
+            return
+        for name in found.new:
+            self.logger.alarm(f"ALARM at step {found.version}: {found.text([name])}. {RULES[name].advice}.")
+        for name, since in found.over.items():
+            self.logger.note(f"step {found.version}: the alarm {name}, on since step {since}, is over")
+        if found.trouble:  # several steps may be logged before one is acted on
+            self._troubles.append(found)
+
+    def take_trouble(self) -> Finding | None:
+        """Return the oldest trouble that was not returned yet, unless a person has accepted its rules since."""
+        while self._troubles:
+            found = self._troubles.popleft()
+            if not self.watcher.accepted.issuperset(found.trouble):
+                return found
+        return None
+
+    def _prune(self) -> None:
+        needed: set[int | None] = {*self.kept_checkpoints}
+        if self._config.watch.acts:
+            needed |= self.watcher.needed(list_checkpoints(self.run_dir))
+        needed |= {checkpoint_before(self.run_dir, trouble.back_to) for trouble in self._troubles}
+        prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
+
+    def add(self, process: str, report: Report) -> None:
+        """Add a report of `process` to the log, and log the steps that it completes."""
+        match report:
+            case StepDone():
+                spans = self.timeline.add(report)
+                self._reported_steps[process] = report.version
+                if process == "learner/0":
+                    end_s = max((span.end_s for span in spans if span.pool == process), default=0.0)
+                    self._pending.append(_OpenStep(report, end_s, time.monotonic()))
+            case TrainingEnded():
+                self.timeline.add(report)
+                if process == "learner/0":
+                    self.ended = self.end_reason or report.reason
+                    if not report.is_stop:
+                        self.begin_lineage()
+                    self.logger.note(report.reason or f"step {report.version} was the last: only the end is left to do")
+                    if report.metrics:
+                        self.logger.log_late(report.version, reduce_metrics(report.metrics))
+            case WorkerReport():
+                spans = self.timeline.add(report)
+                self.add_metrics(report.metrics)
+                self.results.failed_groups += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
+                for text in report.notes:
+                    self.logger.note(text)
+                newest_s = max((span.end_s for span in spans), default=0.0)
+                waited_for = self._reported_until_s.get(process)
+                is_back = process in self._awaited and newest_s >= (self.timeline.step_ends_s or [0.0])[-1]
+                if waited_for is not None or is_back:
+                    self._reported_until_s[process] = max(waited_for or 0.0, newest_s)
+        self._close_steps()
+
+    def add_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Add metrics of the driver or a worker to the next step that is logged."""
+        self._since_step.extend(metrics)
+        if len(self._since_step) > MOST_METRICS:
+            self._since_step = folded(self._since_step)
+
+    def lost(self, process: str) -> None:
+        """Log steps without waiting for the spans of a server that died, until it reports again."""
+        self._reported_until_s.pop(process, None)
+        self._lost_s.setdefault(process, time.monotonic())
+        self._close_steps()
+
+    def restarted(self, process: str, version: int | None) -> None:
+        """Note that a server works again, and record the time without it.
+
+        Args:
+            version: the version of its weights; None: it gets the one that is evaluated next.
+        """
+        weights = f"with the weights of version {version}" if version is not None else "for the next evaluation"
+        self.logger.note(f"{process} is back, {weights}")
+        back_s = time.monotonic()
+        self.timeline.add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
+
+    def close_overdue(self) -> None:
+        """Log the steps that have waited for reports for timeouts.silent_s, without these, and say so on the console.
+
+        Later steps don't wait for a rollout process that is behind, until its reports have caught up.
+        """
+        limit_s = self._config.timeouts.silent_s
+        while self._pending and time.monotonic() - self._pending[0].arrived_s > limit_s:
+            step = self._pending[0]
+            behind = {n: step.end_s - until_s for n, until_s in self._reported_until_s.items() if until_s < step.end_s}
+            behind |= {n: 0.0 for n, version in self._reported_steps.items() if version < step.report.version}
+            names = ", ".join(f"{n} ({by_s:.0f} s behind)" if by_s else n for n, by_s in sorted(behind.items()))
+            self.logger.note(
+                f"step {step.report.version} is logged without all that {names} did in it: for {limit_s:.0f} s "
+                "(timeouts.silent_s) no report of it has reached the step's end. The run goes on"
+            )
+            for name in behind:
+                self._reported_until_s.pop(name, None)
+            self._close_step(self._pending.pop(0))
+            self._close_steps()
+
+    @property
+    def has_open_steps(self) -> bool:
+        """Whether a step is not logged yet, because reports of some process are missing."""
+        return bool(self._pending)
+
+    def add_eval(self, *reports: EvaluationDone) -> None:
+        """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept.
+
+        Args:
+            reports: the reports of all parts of the evaluation.
+        """
+        for report in reports:
+            self.timeline.add(report)
+        values = reduce_metrics(m for report in reports for m in report.metrics if m.key.startswith("eval/"))
+        if values:
+            version = reports[0].version
+            values |= self._note_values(version, values)
+            self._prune()
+            self.logger.log_eval(version, values)
+            self._tell_findings()
+            self._evals_to_tell |= values
+
+    def skipped_eval(self, version: int, reason: str) -> None:
+        """Say and count that a version stays without the evaluation that was due."""
+        self.results.skipped_evals += 1
+        self.logger.note(f"version {version} is not evaluated: {reason}")
+        self.add_metrics([Metric("eval/skipped", float(self.results.skipped_evals), "last")])
+
+    def _close_steps(self) -> None:
+        while self._pending:
+            step = self._pending[0]
+            if step.report.version > min(self._reported_steps.values()):
+                return
+            if step.end_s > min(self._reported_until_s.values(), default=float("inf")):
+                return
+            self._close_step(self._pending.pop(0))
+
+    def _close_step(self, step: _OpenStep) -> None:
+        report, end_s = step.report, step.end_s
+        values = reduce_metrics([*report.metrics, *self._since_step])
+        self._since_step.clear()
+        is_first = not self.timeline.step_ends_s
+        if not is_first:
+            end_s = max(end_s, self.timeline.step_ends_s[-1])
+        values.update(self.timeline.end_step(end_s).metrics())
+        values["time/since_first_step_s"] = end_s - self.timeline.step_ends_s[0]
+        if not is_first and end_s > self.timeline.step_ends_s[-2]:
+            values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
+        if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
+            values["throughput/trained_tokens_per_s"] = trained_tokens(values) / step_s
+        self.version = report.version
+        if is_first:
+            self.timeline.first_step = report.version
+            self.begin_lineage()
+        values |= self._note_values(report.version, values)
+        self._prune()
+        self.logger.log(report.version, values, report.examples)
+        self._tell_findings()
+        evals, self._evals_to_tell = self._evals_to_tell, {}
+        self._on_step(report.version, values | evals)
+
+    def begin_lineage(self) -> None:
+        """Keep what a resume has set aside, and log the steps that were trained but not logged before it."""
+        self.has_begun = True
+        write_config(self._config)
+        self.logger.begin_lineage()
+        while self._restored:
+            self.logger.log_restored(self._restored.pop(0))
+
+    def close(self) -> None:
+        """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""
+        with contextlib.closing(self.logger), contextlib.closing(self.timeline):
+            while self._pending:
+                self._close_step(self._pending.pop(0))
+            self._prune()
+
+    def summary(self, buffer_counters: Values) -> dict[str, Any]:
+        """Return the content of summary.json, by key."""
+        summary: dict[str, Any] = {
+            "run_dir": str(self.run_dir),
+            "steps": self.version,
+            "resumes": kept_resumes(self.run_dir),
+            **self.results.summary(self.version, self.logger.figures, self.timeline),
+            "buffer": buffer_counters,
+        }
+        if self.ended:
+            summary["ended"] = self.ended
+        if alarms := self.watcher.sentence():
+            summary["alarms"] = alarms
+        return summary

@@ -1,0 +1,120 @@
+"""The spans and samples of all processes of a run: the utilisation of steps and of the run, and timeline.json."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from async_rl.base.messages.reports import TimedReport
+from async_rl.base.telemetry.chrome_trace import ChromeTrace
+from async_rl.base.telemetry.clock import HostClocks
+from async_rl.base.telemetry.plot_timeline import plot_timeline
+from async_rl.base.telemetry.timeline import Sample, Span, Usage
+
+MOST_SAMPLES = 2**16
+"""If more samples are in memory, as while a pause holds the learner for days, each pool's are thinned out."""
+
+
+class RunTimeline:
+    """Keeps what the processes did since the last step but one, and writes what is older to timeline.json."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._trace = ChromeTrace(run_dir / "timeline.json", time.monotonic())
+        self.step_ends_s: list[float] = []
+        """The ends of the logged steps, in times of the driver's clock."""
+        self.first_step = 1
+        """The number of the first of them; a resumed run goes on from a later one."""
+        self._usage = Usage()
+        """The utilisation from the end of the first step to the end of the last but one."""
+        self._recent: dict[str, list[Span]] = {}
+        """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged. A pool
+        without one stays: it is a server that is away."""
+        self._samples: list[Sample] = []
+        """Samples taken after the end of the last step but one."""
+        self._sample_gap_s = 0.0
+        """The least time between two samples of a pool and name that are kept; 0: all are, as when a step begins."""
+        self._sampled_s: dict[tuple[str, str], float] = {}
+        """[pool, name] the time of the newest sample that was kept."""
+        self._clocks = HostClocks()
+
+    def add(self, report: TimedReport) -> list[Span]:
+        """Keep the spans and samples of a report; returns the spans in times of the driver's clock."""
+        shift_s = self._clocks.behind_s(report.clock, report.sent_s)
+        spans = [replace(s, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in report.spans]
+        self.add_spans(spans)
+        self._add_samples([replace(sample, time_s=sample.time_s + shift_s) for sample in report.samples])
+        if len(self._samples) > MOST_SAMPLES:
+            self._sample_gap_s = 2 * self._sample_gap_s or 1.0
+            samples, self._samples = self._samples, []
+            self._sampled_s.clear()
+            self._add_samples(samples)
+        return spans
+
+    def add_spans(self, spans: Sequence[Span]) -> None:
+        """Keep spans in times of the driver's clock; adjacent ones of one state become one."""
+        for span in spans:
+            recent = self._recent.setdefault(span.pool, [])
+            last = recent[-1] if recent else None
+            if last and (last.state, last.name, last.end_s) == (span.state, span.name, span.start_s):
+                recent[-1] = replace(last, end_s=span.end_s)
+            else:
+                recent.append(span)
+
+    def end_step(self, end_s: float) -> Usage:
+        """Note that a step ended at `end_s`, by the driver's clock, and return its utilisation.
+
+        The first step's is empty: it has no beginning.
+        """
+        if self.step_ends_s:
+            self._add_last_step(self._usage)
+            self._write_trace(self.step_ends_s[-1])
+        self.step_ends_s.append(end_s)
+        return self._add_last_step(Usage())
+
+    def usage_of_run(self) -> Usage:
+        """Return the utilisation from the end of the first step to the end of the last."""
+        return self._add_last_step(copy.deepcopy(self._usage))
+
+    def close(self) -> None:
+        """Complete timeline.json, and plot it."""
+        with contextlib.closing(self._trace):
+            usage = self.usage_of_run()
+            self._write_trace(float("inf"))
+            busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}
+            ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
+            plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png", self.first_step)
+
+    def _add_samples(self, samples: Sequence[Sample]) -> None:
+        """Keep samples, without those that are too close to the one before of their pool and name."""
+        for sample in samples:
+            key = (sample.pool, sample.name)
+            if not self._sample_gap_s or sample.time_s >= self._sampled_s.get(key, -math.inf) + self._sample_gap_s:
+                self._sampled_s[key] = sample.time_s
+                self._samples.append(sample)
+
+    def _add_last_step(self, usage: Usage) -> Usage:
+        """Add time, spans and samples of the newest step, unless it is the first, to `usage`, and return that.
+
+        `_usage` gets a step only when the next one ends, because ranks report its last spans with the next step.
+        """
+        start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
+        if end_s > start_s:
+            spans = [span for recent in self._recent.values() for span in recent]
+            usage.add(spans, self._samples, start_s, end_s, pools=self._recent)  # a lost server has no spans
+        return usage
+
+    def _write_trace(self, until_s: float) -> None:
+        """Move the spans that ended by `until_s`, and the samples from before it, from memory to timeline.json."""
+        ended = [span for recent in self._recent.values() for span in recent if span.end_s <= until_s]
+        self._trace.add(ended, [sample for sample in self._samples if sample.time_s < until_s])
+        self._recent = {
+            pool: [span for span in recent if span.end_s > until_s] for pool, recent in self._recent.items()
+        }
+        self._samples = [sample for sample in self._samples if sample.time_s >= until_s]
+        self._sample_gap_s = 0.0

@@ -1,0 +1,380 @@
+"""The driver's supervision of a run: one asyncio task reads the reports of each process, one looks for hanging ones.
+
+    event                                       the driver's action
+    a server or its worker dies                 restarts both, see Supervisor._restart
+    a judge's server dies                       starts it again at its address; verdicts wait for it
+    a weight push drops a server                restarts the server and its worker
+    the buffer's process dies                   starts a new one from the journal; without a journal the run ends
+    a learner rank fails or dies                ends the run with one error that names it, its host and its last log
+    a process does not answer                   treats it as dead after timeouts.silent_s; a buffer with a journal
+                                                already after timeouts.buffer_s / 3
+    a process waits longer than its limit       treats it as dead
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
+from async_rl.base.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
+from async_rl.run.before_start.server_memory import ServerMemory
+from async_rl.run.log.run_log import RunLog
+from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.actors import server_class
+from async_rl.run.processes.judges import Judges
+from async_rl.run.processes.signals import StopSignals
+from async_rl.run.processes.watchdog import Watchdog
+from async_rl.run.watch.evaluations import RunningEvaluations
+from async_rl.run.watch.run_watch import RunWatch
+
+GRACE_S = 3.0
+"""Time to wait after a learner rank fails: if a peer's death is the cause, that is known by then and ends the run."""
+
+
+class ServerLostError(Exception):
+    """A server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
+
+
+ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
+"""A function that replaces a buffer which was killed; it gets the error of the death, and raises it if it can't."""
+
+
+class Supervisor:
+    """Collects the reports of all processes until training ends, and restarts servers and buffers that die."""
+
+    def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
+        self._config = config
+        self._processes = processes
+        self._log = log
+        self._servers = {*config.server_names, *config.judge_names}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        """The driver's work with each process, which lasts until the process ends or is declared lost."""
+        self._reasons: dict[str, AsyncRLError] = {}
+        """The reason why a process was declared lost, until its `_until_lost` raises it."""
+        self._running: set[str] = set()
+        """The servers that work; the others are being restarted."""
+        self._urls: dict[str, str] = {}
+        """The URLs of the servers that were restarted."""
+        self._restarts = RestartLimit(config)
+        self._memory = ServerMemory(config, processes, log)
+        self._streams: dict[str, Any] = {}
+        """The stream of reports of each process; Ray ends a stream that nobody refers to."""
+        self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
+        self.watchdog = Watchdog(config, processes)
+        self.watch = RunWatch(config, processes, log, self.watchdog)
+
+    def train(
+        self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
+    ) -> None:
+        """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error."""
+        self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
+        self._judges = Judges(self._config, self._processes, self.watchdog, judge_urls)
+        try:
+            asyncio.run(self._train(signals))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            signals.is_heeded = True
+
+    @property
+    def _rollouts(self) -> list[str]:
+        """The rollout servers that work."""
+        return sorted(name for name in self._running if name.startswith("rollout"))
+
+    async def _train(self, signals: StopSignals) -> None:
+        names = list(self._processes.actors)
+        servers = [name for name in names if name in self._servers]
+        self._learning = {name for name in names if name.startswith("learner")}
+        self._buffer: ActorHandle | None = self._processes.actors["buffer"]
+        self._changed = Change()
+        """Notified when a report was logged, a server was lost, or a new buffer runs."""
+        for name in names:
+            self.watchdog.begin(name)
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
+            signals.check()
+            self.watch.begin()
+            async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
+                learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
+                servers_kept, watch = map(self._keep_server, servers), self._watch(signals)
+                endless = [self._keep_buffer(), *servers_kept, watch, self._end_on(stop)]
+                background = [self._tasks.create_task(each) for each in endless]
+                await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
+                limit, what = self._config.timeouts.limit("startup_s"), "the rollout servers' last reports"
+                await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
+                await self._evaluations.wait()
+                for task in background:
+                    task.cancel()
+
+    async def _follow_learner(self, name: str) -> None:
+        """Log the reports of a learner rank until it has finished. If it fails, raise the error that ends the run."""
+        try:
+            await self._until_lost(name, self._read_reports(name))
+        except AsyncRLError as error:
+            if not isinstance(error, ProcessDiedError) and len(self._learning) > 1:
+                await asyncio.sleep(GRACE_S)  # if a peer has died, the task that follows it ends the run meanwhile
+            raise
+        self._learning.discard(name)
+
+    async def _keep_server(self, name: str) -> None:
+        """Log the reports of a server, and restart it each time it is lost, as often as may be."""
+        life = self._serve(name)
+        while True:
+            try:
+                await self._until_lost(name, life)
+            except ServerLostError as lost:
+                error: AsyncRLError = lost.args[0]
+            self._restarts.count(name, error)
+            self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
+            self._remove_server(name)
+            await self._changed.notify()
+            gets_weights = name in self._config.server_names
+            if gets_weights:
+                self._processes.actors["learner/0"].leave_server.remote(name)
+            life = self._restart(name) if gets_weights else self._restart_judge(name)
+
+    async def _restart_judge(self, name: str) -> None:
+        starting, limit = self._judges.start_again(name), self._config.timeouts.limit("startup_s")
+        await self._call_server(name, starting, limit, "the start")
+        self._log.logger.note(f"{name} is back")
+        await self._serve(name)
+
+    async def _restart(self, name: str) -> None:
+        """Restart a lost server, wait for a push of the learner's weights to a rollout server, and log its reports.
+
+        If a process dies during the restart:
+            this server     ServerLostError is raised, and `_keep_server` restarts the server once more
+            the buffer      `_abandon` asks the next one; `connect` only opens a socket, which reaches the next one too
+            the learner     `_follow_learner` ends the run, which cancels the restart
+        """
+        timeouts, has_groups = self._config.timeouts, name.startswith("rollout")
+        if has_groups:
+            num_groups = await self._abandon(name)
+            whither = "go to other servers" if self._rollouts else "wait until a server is back: no other one runs"
+            self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
+        index = self._config.server_names.index(name)
+        async with self._memory.turn(name):
+            actor = self._processes.start(name, server_class(name), self._config, index)
+            self.watchdog.begin(name, is_up=False)
+            url = self._urls[name] = await self._call_server(
+                name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
+            )
+            if has_groups:
+                await self._abandon(name)  # again: a last request of the dead server may have reached the buffer since
+            connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
+            await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
+            self._log.restarted(name, await self._join(name, url) if has_groups else None)
+        if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
+            self._processes.actors["learner/0"].add_eval_server.remote(name, url)
+        await self._serve(name)
+
+    async def _abandon(self, name: str) -> int:
+        """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count."""
+        timeouts = self._config.timeouts
+        restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
+        while True:
+            await self._changed.wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
+            buffer: Any = self._buffer
+            limit, what = timeouts.limit("buffer_s"), f"an answer about the groups of {name}"
+            try:
+                return int(await self._processes.call("buffer", buffer.abandon.remote(name), limit, what))
+            except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
+                if self._buffer is buffer:
+                    self._buffer = None
+
+    async def _join(self, name: str, url: str) -> int:
+        """Wait until the learner has pushed its weights to a restarted server; returns their policy version."""
+        timeouts = self._config.timeouts
+        limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
+        call: Any = self._processes.actors["learner/0"].join_server.remote(name, url)
+        try:
+            version: int = await self._processes.call("learner/0", call, limit, f"a push to {name}")
+            return version
+        except WeightSyncError as error:  # the push failed at the server; another error is the learner's
+            raise ServerLostError(error) from None
+
+    async def _serve(self, name: str) -> None:
+        """Have a server work, and log its reports, until it is lost, which raises ServerLostError."""
+        self._running.add(name)
+        try:
+            await self._memory.compare(name)
+            await self._read_reports(name)
+        except AsyncRLError as error:
+            raise ServerLostError(error) from None
+        log = self._processes.log_tail(name)
+        raise ServerLostError(ProcessDiedError(f"{name} stopped by itself while the run was going on{log}"))
+
+    async def _call_server(self, name: str, call: Any, limit: Limit, what: str) -> Any:
+        try:
+            return await self._processes.call(name, call, limit, what)
+        except AsyncRLError as error:
+            raise ServerLostError(error) from None
+
+    async def _keep_buffer(self) -> None:
+        """Run the buffer; each time its process is killed, start a new one from the journal. Ends only by an error."""
+        while True:
+            try:
+                await self._until_lost("buffer", self._serve_buffer())
+            except ProcessKilledError as error:
+                self._buffer = None
+                await self._revive_buffer(error)
+            self.watchdog.begin("buffer")
+            self._buffer = self._processes.actors["buffer"]
+            await self._changed.notify()
+
+    async def _serve_buffer(self) -> None:
+        with self._processes.named_failure("buffer"):
+            await self._processes.actors["buffer"].serve.remote()
+        raise ProcessDiedError(f"the buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
+
+    async def _watch(self, signals: StopSignals) -> None:
+        while True:
+            dead = await self.watchdog.look()
+            if signals.at_once:  # the second signal was raised in another thread than this one
+                raise KeyboardInterrupt("ended at once")
+            self._log.close_overdue()
+            self.watch.look()
+            await self._changed.notify()
+            for name, error in dead:
+                if name == "buffer":
+                    if self._buffer is None:  # a new buffer is starting
+                        continue
+                    self._log.logger.note(str(error).splitlines()[0])
+                    self._processes.kill(name)  # a process that hangs would live on
+                self._declare_lost(name, error)
+
+    async def _end_on(self, stop: asyncio.Event) -> None:
+        """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
+        await stop.wait()
+        limit = self._config.timeouts.limit("interrupt_s")
+        self._log.logger.note(
+            f"interrupted: ending with a checkpoint after this step, within {limit}. Again to end at once"
+        )
+        for name in self._learning:
+            self._processes.actors[name].stop.remote()
+        self._evaluations.cancel()
+        await asyncio.sleep(limit.seconds)
+        if self._learning:
+            raise KeyboardInterrupt(f"the learner did not end within {limit} of the interrupt")
+
+    async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
+        """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.
+
+        Raises:
+            ServerLostError: `name` is a server that was declared lost.
+            AsyncRLError: the reason for which another process was declared lost, or an error of `life`.
+        """
+        task = self._lives[name] = asyncio.create_task(life)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if (reason := self._reasons.pop(name, None)) is None:
+                raise
+            raise ServerLostError(reason) if name in self._servers else reason from None
+
+    def _declare_lost(self, name: str, error: AsyncRLError) -> None:
+        """Treat a process as dead though no call to it failed: cancel its `life`; `_until_lost` then raises `error`."""
+        self._running.discard(name)
+        if self._lives[name].cancel():
+            self._reasons.setdefault(name, error)
+
+    async def _read_reports(self, name: str) -> None:
+        """Log the reports of a process and act on learner/0's, until its `run` ends. `_watch` finds one that hangs."""
+        run: Any = self._processes.actors[name].run
+        stream = self._streams[name] = run.options(num_returns="streaming").remote()
+        async for report in self._processes.reports(name, stream):
+            self._log.add(name, report)
+            self.watch.act()
+            if name == "learner/0":
+                self._on_learner_report(report)
+            await self._changed.notify()
+
+    def _on_learner_report(self, report: LearnerReport) -> None:
+        match report:
+            case StepDone():
+                self._restarts.clear()
+            case ServersLost():
+                for name, url in report.servers:
+                    # Otherwise the loss is known already: the server is being restarted, or runs at another URL.
+                    if name in self._running and self._urls.get(name, url) == url:
+                        self._declare_lost(name, ProcessDiedError(
+                            f"{self._processes.on_host(name)} did not answer after a weight push that failed"
+                            f"{report.cause and f' ({report.cause})'}, and gets no more weights"
+                            f"{self._processes.log_tail(name)}"
+                        ))
+            case EvaluationDue():
+                self._evaluations.begin(report, self._tasks)
+            case EvaluationSkipped():
+                self._log.skipped_eval(report.version, report.reason)
+
+    def _remove_server(self, name: str) -> None:
+        self.watchdog.forget(name)
+        self._running.discard(name)
+        self._log.lost(name)
+        self._processes.kill(name)
+
+    def end_restarts(self) -> list[str]:
+        """After training, kill the servers that are still being restarted; returns the rollout servers that work."""
+        for name in [n for n in self._processes.actors if n in self._servers and n not in self._running]:
+            self._remove_server(name)
+        return self._rollouts
+
+    def give_up(self, error: BaseException) -> None:
+        """Write into status.json that the run ends by `error`; if that is a timeout, all processes log their stacks."""
+        if isinstance(error, WaitTimeoutError):
+            asyncio.run(self._processes.dump_stacks())
+        with suppress(OSError):  # e.g. a full disk, which may also be the cause of `error`
+            self.watchdog.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+
+class Change:
+    """A condition that tasks of one event loop wait for."""
+
+    def __init__(self) -> None:
+        self._condition = asyncio.Condition()
+
+    async def wait_until(self, is_met: Callable[[], bool], limit: Limit, what: str) -> None:
+        """Wait until `is_met` is true, which is asked after each `notify`; after `limit` for `what`, WaitTimeoutError.
+        """
+        try:
+            async with asyncio.timeout(limit.seconds), self._condition:
+                await self._condition.wait_for(is_met)
+        except TimeoutError:
+            raise WaitTimeoutError(f"the driver waited {limit} for {what}") from None
+
+    async def notify(self) -> None:
+        async with self._condition:
+            self._condition.notify_all()
+
+
+class RestartLimit:
+    """Counts the deaths of each server since the last step."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._deaths: Counter[str] = Counter()
+
+    def count(self, name: str, error: AsyncRLError) -> None:
+        """Count a death. Raise `error`, the cause of the loss, if a restart can't mend it, if staleness.mode is
+        exact and its groups are lost, or if it has died more than placement.rollout.max_restarts times since the last
+        step.
+        """
+        self._deaths[name] += 1
+        limit = self._config.placement.rollout.max_restarts
+        is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
+        if not is_mendable or (self._config.staleness.mode == "exact" and name.startswith("rollout")):
+            raise error
+        if self._deaths[name] > limit:
+            often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."
+            raise type(error)(f"{error}{often if limit else ''}") from None
+
+    def clear(self) -> None:
+        """Begin to count anew, after a step."""
+        self._deaths.clear()

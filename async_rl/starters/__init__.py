@@ -1,1 +1,0 @@
-"""The examples that `async-rl init` writes into a folder of the user."""

@@ -1,0 +1,288 @@
+"""`async-rl doctor`: checks this machine and a configuration, and says for each failure how to mend it.
+
+The checks of several nodes are in async_rl/tools/doctor/cluster.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from async_rl.base.config import Config
+from async_rl.base.cores import usable_cores
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import NotInCacheError, data_files, located, model_folder, pinned
+from async_rl.base.models_and_data.hub_names import hub_repos
+from async_rl.base.run_dir.free_space import RUN_BYTES, existing_parent
+from async_rl.base.seams import ENGINES, EngineEntry
+from async_rl.base.seams.doc_pages import doc_page
+from async_rl.run.before_start.preflight import PreflightCheck, input_checks
+from async_rl.run.processes.gpu_driver import check_gpu_driver
+from rollout_server.rewards.sandbox.bubblewrap import THREE_WAYS, Bubblewrap
+
+MIN_FREE_MEMORY_BYTES = 4 * 2**30
+MIN_SHARED_MEMORY_BYTES = 256 * 2**20
+IMPORT_TIMEOUT_S = 180
+_WHAT_WIDTH = 25
+"""Characters of the first column, which fit the longest name of a check of this machine."""
+
+REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('installing.md')})"
+
+GPU_TOOLS = (
+    "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; its own are linked to "
+    "libnuma.so.1, of the system's package libnuma1 or numactl-libs; where learner and server take turns on a GPU it "
+    "needs the package torch-memory-saver"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check, a line of the table. `broken`: a run can't work; `warn`: it works with drawbacks."""
+
+    what: str
+    state: Literal["ok", "warn", "broken"]
+    found: str
+    mend: str = ""
+    """The advice for a check that is not ok."""
+
+
+def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
+    """Make all checks of this machine, and of `config` where one is given; yields each as soon as it is made.
+
+    Args:
+        is_driver: whether this host starts the run. Other hosts get only the checks that every host must pass.
+    """
+    used = config.engine_entries if config else {}
+    yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield from (check_package(name) for name in ("torch", "transformers", "ray"))
+    yield check_sglang(used.values())
+    for name, entry in (used or ENGINES).items():
+        if entry.python and (used or Path(entry.server_python("")).exists()):
+            yield check_environment(name, entry, config)
+    yield check_gpu(used.values())
+    yield from (check_memory(), _shared_memory(), _cores(), _sandbox())
+    if config:
+        yield from examine_config(config, is_driver)
+        return
+    parent = existing_parent(Path("runs"))
+    mend = "free some, or set run.dir to another disk"
+    yield _enough("disk", shutil.disk_usage(parent).free, RUN_BYTES, f" in {parent}", "broken", mend)
+
+
+def print_table(checks: Iterable[Check]) -> bool:
+    """Print each check as a line on stdout as soon as it is made, then for each that is not ok how to mend it.
+
+    Returns:
+        Whether no check is broken.
+    """
+    bad = []
+    for check in checks:
+        print(f"{check.state:<6}  {check.what:<{_WHAT_WIDTH}}  {check.found}", flush=True)
+        if check.state != "ok":
+            bad.append(check)
+    for check in bad:
+        if check.mend:
+            print(f"\n{check.state}: {check.what}: {check.found}\n  to mend it: {check.mend}")
+    return all(check.state != "broken" for check in bad)
+
+
+def check_package(name: str) -> Check:
+    """Import a package and return the check that this works: an installed package may still not load."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return Check(name, "broken", f"can't be imported: {_first_line(error)}", REINSTALL)
+    return Check(name, "ok", metadata.version(name))
+
+
+def check_sglang(engines: Collection[EngineEntry]) -> Check:
+    """Return the check that SGLang can be imported, if one of `engines` uses it or there is no config (no engines).
+
+    The import is tried in a separate process, because it needs stubs of packages, which must not stay in this one.
+    """
+    is_used = any("sglang" in engine.packages for engine in engines)
+    needed: Literal["warn", "broken"] = "broken" if is_used else "warn"
+    instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
+    if engines and not is_used:
+        return Check("sglang", "ok", f"{version}, not used by this rollout.engine")
+    code = "import async_rl; from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
+    code += "; import sglang.srt.entrypoints.http_server"
+    _, error = _run_python([sys.executable, "-c", code])
+    return Check("sglang", needed, f"{version} {error}", instead) if error else Check("sglang", "ok", version)
+
+
+def check_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
+    """Return the check that an engine's package can be imported in the environment that its servers have of their own.
+    """
+    python, package = entry.server_python(config.rollout.python if config else ""), entry.packages[0]
+    found, error = _run_python([python, "-I", "-c", f"import {package}; print({package}.__version__)"])
+    mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}"
+    if error:
+        return Check(name, "broken" if config else "warn", f"{python}: {package} {error}", mend)
+    return Check(name, "ok", f"{found} in {python}")
+
+
+def _run_python(command: list[str]) -> tuple[str, str]:
+    """Run Python code that imports a package; return (last line of its output, "" or why it failed)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "", f"was not imported within {IMPORT_TIMEOUT_S} s"
+    except OSError as error:
+        return "", f"can't be imported: {error.strerror}"
+    if done.returncode != 0:
+        return "", f"can't be imported: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]}"
+    return (done.stdout.strip().splitlines() or [""])[-1], ""
+
+
+def check_gpu(engines: Collection[EngineEntry]) -> Check:
+    """Return the check that torch finds the host's GPUs, and that the tools to build SGLang's kernels exist."""
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:
+        return Check("GPU", "warn", f"torch can't list the GPUs: {_first_line(error)}", REINSTALL)
+    if names:
+        found = f"{len(names)} x {names[0]}"
+        uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
+        if uses_sglang and (missing := _missing_gpu_tools()):
+            return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+        return Check("GPU", "ok", found)
+    try:
+        check_gpu_driver()
+    except ConfigError as error:
+        found, mend = str(error).split(". ", 1)
+        return Check("GPU", "broken", found, mend)
+    return Check("GPU", "ok", "none: everything runs on the CPU")
+
+
+def _missing_gpu_tools() -> list[str]:
+    """Return the programs, libraries and packages that SGLang's server needs on a GPU and that are missing here."""
+    import torch
+
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = os.pathsep.join(
+        [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{home or '/usr/local/cuda'}/bin"]
+    )
+    missing = [] if shutil.which("ninja", path=path) else ["ninja"]
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    if nvcc := shutil.which("nvcc", path=f"{home}/bin" if home else path):  # the one that SGLang takes
+        said = ""
+        with suppress(OSError, subprocess.TimeoutExpired):  # it can't be run, or hangs
+            done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+            said = done.stdout
+        found = re.search(r"release (\d+)", said)
+        if found is None or found[1] != wanted:
+            missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1] if found else 'an unknown version'})")
+    else:
+        missing.append("nvcc")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        missing.append("libnuma.so.1")
+    return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
+
+
+def check_memory() -> Check:
+    mend = "end other programs: even the quickstart wants about 4 GiB"
+    return _enough("memory", psutil.virtual_memory().available, MIN_FREE_MEMORY_BYTES, "", "warn", mend)
+
+
+def _shared_memory() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check("shared memory", "warn", "no /dev/shm: Ray uses /tmp, which is slower")
+    free_bytes, mend = shutil.disk_usage(folder).free, "in a container: docker run --shm-size=1g"
+    return _enough("shared memory", free_bytes, MIN_SHARED_MEMORY_BYTES, f" in {folder}", "warn", mend)
+
+
+def _enough(
+    what: str, free_bytes: int, needed_bytes: int, where: str, otherwise: Literal["warn", "broken"], mend: str
+) -> Check:
+    """Return the check `what` of free memory or disk: ok if `needed_bytes` are free, else in state `otherwise`."""
+    state = "ok" if free_bytes >= needed_bytes else otherwise
+    return Check(what, state, f"{free_bytes / 2**30:.1f} GiB free{where}", mend)
+
+
+def _cores() -> Check:
+    cores, mend = usable_cores(), "give it 2 or more: learner and rollout share them"
+    return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
+
+
+def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
+    """Yield the checks of a configuration. Its files are checked only if all that it names on the hub is in the
+    cache."""
+    try:
+        config = pinned(config)
+    except ConfigError as error:
+        yield Check("hub", "broken", str(error))
+        return
+    for repo in hub_repos(config):
+        try:
+            data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
+        except NotInCacheError:
+            found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
+            yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
+            return
+        except ConfigError as error:
+            yield Check(repo.key, "broken", str(error))
+            return
+        yield Check(repo.key, "ok", repo.name)
+    inputs = input_checks(located(config))
+    if is_driver:
+        yield from _examine_inputs(inputs)
+    else:
+        yield from _examine_inputs([each for each in inputs if each.everywhere])
+
+
+def _sandbox() -> Check:
+    """Return the check that bubblewrap can contain programs, as `code` and some scorers of reasoning_gym need it."""
+    try:
+        Bubblewrap().check()
+    except ConfigError as error:
+        return Check("sandbox", "warn", f"{error}".partition(". ")[0], THREE_WAYS)
+    return Check("sandbox", "ok", "programs in answers are contained by bubblewrap")
+
+
+def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
+    """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
+
+    A check that needs others is skipped, with a warning, if one of these is not ok.
+    """
+    passed = set()
+    for each in inputs:
+        if lacking := [what for what in each.needs if what not in passed]:
+            yield Check(each.what, "warn", f"not checked: that needs the {lacking[0]}")
+            continue
+        try:
+            cautions = each.run()
+        except ConfigError as error:
+            yield Check(each.what, "broken", str(error))
+        except Exception as error:  # e.g. a damaged file; the other checks are still made
+            yield Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
+        else:
+            passed.add(each.what)
+            yield Check(each.what, "warn" if cautions else "ok", " ".join(cautions or [each.value]))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

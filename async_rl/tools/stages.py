@@ -1,0 +1,127 @@
+"""The commands of the stages before RL.
+
+    async-rl sft            makes model.path from sft.base
+    async-rl reward-model   makes reward_model.path from reward_training.base
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from async_rl.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from async_rl.base.config import Config
+    from async_rl.base.messages.reports import StepDone
+    from learner.stages.reward_training import RewardData
+
+_MOST_DEMONSTRATIONS = 256
+"""The demonstrations whose mean reward is made 0."""
+
+
+def add_stages(add: Callable[..., argparse.ArgumentParser], add_config: Callable[..., None]) -> None:
+    """Add the commands with `add_command` of the command line, and the arguments CONFIG and key=value."""
+    about = "make model.path from sft.base by supervised fine-tuning"
+    add_config(add("sft", _sft, about, "quickstart.yaml sft.steps=100"))
+    about = "make reward_model.path of comparisons between answers"
+    add_config(add("reward-model", _reward_model, about, "my_comparisons.yaml reward_training.epochs=1"))
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from async_rl.base.config.loading import dump_config, load_config
+    from async_rl.base.models_and_data.hub import located, pinned
+    from async_rl.base.models_and_data.hub_names import DATA_KEYS
+    from async_rl.base.models_and_data.model_folder import SFT, check_target, written_whole
+
+    config = pinned(load_config(args.config, args.overrides), ["sft.base", *DATA_KEYS])
+    target = check_target("model.path", config.model.path, SFT)
+    from learner.stages.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
+    from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
+    from rollout_server.tasks.base import Task, open_task
+
+    recorded, config = config, located(config, ["sft.base"])
+    tokenizer = base_tokenizer(config)
+    source: Demonstrator | Task = Demonstrator(config, tokenizer) if config.sft.oracle else open_task(config, tokenizer)
+    count = config.sft.steps * config.sft.batch_size
+    with written_whole(target) as folder:
+        (folder / SFT.marker).write_text(dump_config(recorded))
+        if isinstance(source, Demonstrator):
+            episodes = source.play(count)
+            print(summary_of(episodes), flush=True)
+            rows = [row for episode in episodes for row in episode.rows]
+            examples = [Demonstration(row.tokens.tolist(), row.mask.tolist()) for row in rows]
+        else:
+            pairs = source.sft_pairs(min(source.num_prompts, count))
+            examples = [answer_demonstration(prompt.tokens.tolist(), answer) for prompt, answer in pairs]
+        _show(train_sft(config, examples, folder), f"sft step {{}}/{config.sft.steps}")
+    print(f"model saved in {target}")
+    return 0
+
+
+def _reward_model(args: argparse.Namespace) -> int:
+    from async_rl.base.config.loading import dump_config, load_config
+    from async_rl.base.models_and_data.hub import located, pinned
+    from async_rl.base.models_and_data.hub_names import COMPARISON_KEYS, DATA_KEYS
+    from async_rl.base.models_and_data.model_folder import REWARD_MODEL, check_target, written_whole
+
+    models = ("model.path", "reward_training.base")
+    config = load_config(args.config, args.overrides)
+    if not config.reward_model.path:
+        raise ConfigError("reward_model.path must be the folder for the result of async-rl reward-model, got none")
+    if not config.reward_training.path:
+        raise ConfigError("reward_training.path must be a file of comparisons for async-rl reward-model, got none")
+    config = pinned(config, [*models, *DATA_KEYS, *COMPARISON_KEYS])
+    target = check_target("reward_model.path", config.reward_model.path, REWARD_MODEL)
+    from learner.stages.reward_training import train_reward_model
+
+    recorded, config = config, located(config, models)
+    with written_whole(target) as folder:
+        (folder / REWARD_MODEL.marker).write_text(dump_config(recorded))
+        _show(train_reward_model(config, reward_data(config), folder), "reward-model step {}")
+    print(f"reward model saved in {target}")
+    return 0
+
+
+def reward_data(config: Config) -> RewardData:
+    """Read the comparisons and, if demonstrations get the reward 0, the task's demonstrations, as reward rows."""
+    from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer
+    from learner.models.reward_model import RewardRows
+    from learner.stages.reward_training import Comparison, RewardData
+    from rollout_server.tasks.base import open_task
+    from rollout_server.tasks.comparisons import ComparedAnswers, read_comparisons, split_by_prompt
+
+    training, path = config.reward_training, config.model.path
+    check_model_folder(path)
+    tokenizer, rows = load_tokenizer(path), RewardRows(path, training.base or path)
+    found = read_comparisons(config, training.path, "reward_training.path", tokenizer)
+    print(f"{training.path}: {found.summary}", flush=True)
+    if training.eval_path:
+        held_out = read_comparisons(config, training.eval_path, "reward_training.eval_path", tokenizer)
+        print(f"{training.eval_path}: {held_out.summary}", flush=True)
+        train, test = found.comparisons, held_out.comparisons
+    else:
+        train, test = split_by_prompt(found.comparisons, training.held_out, config.run.seed)
+
+    def as_rows(compared: Iterable[ComparedAnswers]) -> list[Comparison]:
+        return [Comparison([rows.row(*answer) for answer in each.answers], each.pairs) for each in compared]
+
+    compared = as_rows(train)
+    zero = [row for each in compared for row in each.rows] if training.zero_at == "comparisons" else []
+    if training.zero_at == "demonstrations":
+        task = open_task(config, tokenizer)
+        try:
+            pairs = task.sft_pairs(min(task.num_prompts, _MOST_DEMONSTRATIONS))
+        except ConfigError as error:
+            allowed = "reward_training.zero_at must be comparisons or none with a task without demonstrations"
+            raise ConfigError(f"{allowed}: {error}") from None
+        zero = [rows.row(prompt.messages, prompt.tokens.tolist(), answer) for prompt, answer in pairs]
+    return RewardData(compared, as_rows(test), zero)
+
+
+def _show(reports: Iterable[StepDone], head: str) -> None:
+    """Print a line for each report; `head` has a place for the number of its step."""
+    for report in reports:
+        values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
+        print(f"{head.format(report.version)}  {values}", flush=True)

@@ -1,0 +1,199 @@
+"""The axes of a sweep, and its cells: one training run for each combination of settings and seed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.config.loading import load_config, text_override
+from async_rl.base.errors import ConfigError
+
+SEED = "seed"
+STALENESS = "staleness"
+LONGEST_NAME = 200
+"""A file system allows 255 bytes."""
+MODES: dict[str, tuple[str, ...]] = {
+    "bounded": ("staleness.mode=bounded",),
+    "exact": ("staleness.mode=exact", "weight_sync.on_update=drain"),
+}
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    "none": ("algorithm.old_logprobs=recompute", "algorithm.correction.kind=none"),
+    "coupled": ("algorithm.old_logprobs=rollout", "algorithm.correction.kind=none"),
+    "decoupled_tis": ("algorithm.old_logprobs=recompute", "algorithm.correction.kind=token_tis"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One setting that a sweep varies: its levels by label, each with the overrides `key=value` that set it.
+
+    The seed is an axis too.
+    """
+
+    name: str
+    levels: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bound:
+    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, or 1.25/8."""
+
+    depth: float
+    max: int
+
+    def __str__(self) -> str:
+        return str(self.max) if self.is_full else f"{self.depth:g}/{self.max}"
+
+    @classmethod
+    def parse(cls, text: str) -> Bound:
+        """Return the bound of a text like 8 or 1.25/8. Raises ValueError for other text."""
+        depth, _, bound = text.rpartition("/")
+        return cls(float(depth or bound), int(bound))
+
+    @classmethod
+    def of_config(cls, staleness: Mapping[str, Any]) -> Bound:
+        """Return the bound of a run by the section `staleness` of its config file."""
+        most, depth = staleness["max"], staleness.get("depth", "max")
+        return cls(float(most if depth == "max" else depth), most)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of a run at this bound."""
+        return (f"staleness.max={self.max}", f"staleness.depth={'max' if self.is_full else f'{self.depth:g}'}")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the depth is the bound itself."""
+        return self.depth == self.max
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep. `labels` has, by name of each axis (the seed is one, too), the label of the cell's level."""
+
+    labels: dict[str, str]
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The overrides that put its run into its folder."""
+        return (text_override("run.dir", self.folder.parent), text_override("run.name", self.name))
+
+
+def key_axis(text: str) -> Axis:
+    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4` or `task.tools=[a:b,c:d],[e:f]`.
+
+    Raises ConfigError for other text.
+    """
+    key, equals, values = text.partition("=")
+    levels = [value for value in re.split(r",(?![^\[]*\])", values) if value]  # no comma in a list
+    if not equals or not key or not levels:
+        raise ConfigError(f"--axis must be key=value,value,..., e.g. learner.lr=1e-4,3e-4; got {text!r}")
+    return Axis(key, {value: (f"{key}={value}",) for value in levels})
+
+
+def staleness_axis(text: str) -> Axis:
+    return Axis(STALENESS, {str(bound): bound.overrides for bound in bounds_of(text)})
+
+
+def seed_axis(count: int, first: int) -> Axis:
+    """Return an axis of `count` seeds, from `first` on. Raises ConfigError if `count` is below 1."""
+    check(count >= 1, "--seeds", count, "at least 1")
+    return Axis(SEED, {str(seed): (f"run.seed={seed}",) for seed in range(first, first + count)})
+
+
+def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
+    """Return the axis `name` with the levels of `known` that `text` lists with commas. ConfigError: an unknown one."""
+    labels = text.split(",")
+    for label in labels:
+        if label not in known:
+            raise ConfigError(f"--{name} must be one or more of {', '.join(known)}, got {label!r}")
+    return Axis(name, {label: known[label] for label in labels})
+
+
+def bounds_title(bounds: Iterable[Bound]) -> str:
+    """Return the title of these bounds: staleness.max, or depth/max where a depth is below its bound."""
+    return "staleness.max" if all(bound.is_full for bound in bounds) else "depth/max"
+
+
+def bounds_of(text: str) -> list[Bound]:
+    """Return bounds, in text like `0,1,8,1.25/8` (depth/bound), as an ascending list without repeats.
+
+    Raises ConfigError for other text, and for a depth above its bound or not in quarters.
+    """
+    found = set()
+    for part in text.split(","):
+        if not re.fullmatch(r"(\d+(\.\d+)?/)?\d+", part):
+            raise ConfigError(
+                "--staleness must be values of staleness.max, each with a depth before it if you like, e.g. "
+                f"0,1,8,1.25/8; got {text!r}"
+            )
+        bound = Bound.parse(part)
+        is_depth = bound.depth <= bound.max and bound.depth % 0.25 == 0
+        check(is_depth, "--staleness", part, f"a depth of 0..{bound.max} in quarters before /{bound.max}")
+        found.add(bound)
+    return sorted(found)
+
+
+def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
+    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds.
+
+    Raises:
+        ConfigError: two cells would be in one folder.
+    """
+    ordered = sorted(axes, key=lambda axis: axis.name != SEED)
+    cells: dict[Path, Cell] = {}
+    for combination in itertools.product(*(axis.levels.items() for axis in ordered)):
+        labels = {axis.name: label for axis, (label, _) in zip(ordered, combination, strict=True)}
+        overrides = tuple(override for _, level in combination for override in level)
+        name = ".".join(f"{key}-{labels[key]}" for key in [*(key for key in labels if key != SEED), SEED])
+        cell = Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", name)[:LONGEST_NAME])
+        if (other := cells.setdefault(cell.folder, cell)) is not cell:
+            raise ConfigError(
+                f"each cell of a sweep needs a folder of its own, got {cell.folder} for {other.labels} and for "
+                f"{cell.labels}. Give one level another text: in a folder's name, characters such as / become _"
+            )
+    return list(cells.values())
+
+
+def check_apart(axes: Sequence[Axis], overrides: Iterable[str], limit: Iterable[str]) -> None:
+    """Check that each key is set once: by one axis, on the command line, or by --seconds (`limit`). ConfigError if not.
+
+    A section and a key in it count as the same key.
+    """
+    owners = {f"the axis {axis.name}": [text for level in axis.levels.values() for text in level] for axis in axes}
+    owners |= {"the command line": list(overrides), "--seconds": list(limit)}
+    keys = [(owner, sorted({text.partition("=")[0].strip() for text in texts})) for owner, texts in owners.items()]
+    for (one, of_one), (other, of_other) in itertools.combinations(keys, 2):
+        for key, again in itertools.product(of_one, of_other):
+            if sets_one_of(key, [again]) or sets_one_of(again, [key]):
+                raise ConfigError(
+                    f"a sweep must set each key once, got {key} of {one} and {again} of {other}. Leave one of them "
+                    "out: --staleness sets staleness.max and staleness.depth (1/8 is depth 1 below 8), --seeds run.seed"
+                )
+
+
+def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
+    """Return the configuration of a cell. ConfigError: it can't work, or it resumes a run."""
+    try:
+        config = load_config(path, [*overrides, *cell.overrides, *cell.place])
+    except ConfigError as error:
+        raise ConfigError(f"cell {cell.name}: {error}") from None
+    check(not config.run.resume, "run.resume", config.run.resume, "empty in a sweep, whose cells are runs of their own")
+    return config
+
+
+def sets_one_of(key: str, keys: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `keys` or in one of them that is a section."""
+    return f"{key}.".startswith(tuple(f"{each}." for each in keys))

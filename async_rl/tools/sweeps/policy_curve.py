@@ -1,0 +1,124 @@
+"""The reward of each policy version, by version and by time: a run's learning curve without the lag of its batches.
+
+Batch v shows the reward of the policies that sampled it, which are older than v by their staleness. Here the answers of
+batch v that are s versions old count for version v - s, which is served from the end of step v - s on:
+
+    reward(n) = sum_v episodes(v, v - n) reward(v, v - n) / sum_v episodes(v, v - n)
+
+An answer that several versions sampled counts for the oldest of them. The last versions, as many as the largest
+staleness, are left out: only their fastest groups have arrived, whose rewards are not typical.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from async_rl.base.telemetry.figures import LAST_BUCKET, seconds_at, staleness_counted
+
+Step = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPoint:
+    """The mean reward of the answers that one version sampled."""
+
+    version: int
+    served_s: float
+    """When it was first served, in seconds since the end of the first step. The model at the start, version 0, is
+    served before."""
+    reward: float
+    episodes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCurve:
+    """The versions of one run whose rewards are known, in ascending order; none if the run was too short."""
+
+    points: tuple[PolicyPoint, ...] = ()
+    end_s: float = math.nan
+    """When the first version after these was served, in seconds since the end of the first step."""
+
+    def mean_over_time(self, until_s: float) -> float:
+        """Return the mean reward of the policy that is served, from the end of the first step until `until_s`.
+
+        A version without answers counts as the one before it. The result is nan if the curve ends
+        before, or begins later.
+        """
+        if not self.points or not 0 < until_s <= self.end_s:
+            return math.nan
+        ends = [*(point.served_s for point in self.points[1:]), self.end_s]
+        spans = [
+            (min(end_s, until_s) - max(point.served_s, 0.0), point.reward)
+            for point, end_s in zip(self.points, ends, strict=True)
+        ]
+        spans = [(span_s, reward) for span_s, reward in spans if span_s > 0]
+        if not spans:
+            return math.nan
+        return math.fsum(span_s * reward for span_s, reward in spans) / math.fsum(span_s for span_s, _ in spans)
+
+    def evaluations(self) -> list[tuple[float, float]]:
+        """Return (version, reward) of spans of versions, for efficiency.py: 0, 1, 2, 3, 4 to 5, 6 to 8, 9 to 12 ...
+
+        A span is about half as long as its first version, so that it tells as much of a slow curve as of a fast one.
+        """
+        means = []
+        for _, found in groupby(self.points, key=lambda point: _span(point.version)):
+            points = list(found)
+            episodes = math.fsum(point.episodes for point in points)
+            version = math.fsum(point.episodes * point.version for point in points) / episodes
+            means.append((version, math.fsum(point.episodes * point.reward for point in points) / episodes))
+        return means
+
+
+def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
+    """Return the curve of a run whose steps have these records in metrics.jsonl, in order."""
+    if not steps:
+        return PolicyCurve()
+    credited: dict[int, list[tuple[float, float]]] = {}
+    oldest = 0
+    for step in steps:
+        for staleness, episodes, reward in _by_staleness(step):
+            credited.setdefault(int(step["step"] or 0) - 1 - staleness, []).append((episodes, reward))
+            oldest = max(oldest, staleness)
+    served_s = {0: -(steps[0].get("time/step_s") or 0.0)}
+    served_s |= {int(step["step"] or 0): seconds for step, seconds in zip(steps, seconds_at(steps), strict=True)}
+    end = max(served_s) - oldest
+    points = []
+    for version in sorted(credited.keys() & served_s.keys()):
+        if version < end:
+            episodes = math.fsum(count for count, _ in credited[version])
+            reward = math.fsum(count * mean for count, mean in credited[version]) / episodes
+            points.append(PolicyPoint(version, served_s[version], reward, episodes))
+    return PolicyCurve(tuple(points), served_s.get(end, math.nan) if points else math.nan)
+
+
+def _by_staleness(step: Step) -> Iterator[tuple[int, float, float]]:
+    """Yield (staleness, number of answers, their mean reward) of a batch.
+
+    Answers of LAST_BUCKET and older share their mean reward; each of them counts for its own version.
+    """
+    for key, episodes in step.items():
+        if (staleness := staleness_counted(key)) is not None and episodes:
+            reward = step.get(f"by_staleness/{min(staleness, LAST_BUCKET)}/reward")
+            if reward is not None:
+                yield staleness, episodes, reward
+
+
+def _span(version: int) -> int:
+    """Return the first version of the span to which `version` belongs."""
+    first = 0
+    while version >= (following := first + max(1, first // 2)):
+        first = following
+    return first
+
+
+def mean_rewards(curves: Sequence[PolicyCurve]) -> tuple[list[float], float]:
+    """Return ([mean reward over the time of each curve], the seconds that they have in common, over which it is taken).
+
+    A curve without points, or that ends with the first step, has nan and does not shorten the others'.
+    """
+    until_s = min((curve.end_s for curve in curves if curve.points and curve.end_s > 0), default=math.nan)
+    return [curve.mean_over_time(until_s) for curve in curves], until_s

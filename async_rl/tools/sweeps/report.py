@@ -1,0 +1,283 @@
+"""`async-rl report`: makes tables, plots and one HTML page from the files of a run or a sweep."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.errors import ConfigError
+from async_rl.tools.sweeps.cells import SEED, STALENESS
+from async_rl.tools.sweeps.plots import draw_all
+from async_rl.tools.sweeps.prediction import Measured, compare
+from async_rl.tools.sweeps.records import finished_cells
+from async_rl.tools.sweeps.results import read_results
+from async_rl.tools.sweeps.settings import (
+    INSTEAD,
+    WORTH,
+    WORTH_BY_REWARD,
+    Setting,
+    efficiency_unknown,
+    settings_of,
+    worth_keys,
+)
+from async_rl.tools.sweeps.significance import (
+    SPEEDS,
+    best_rows,
+    bounds_compared,
+    cautions,
+    corrections_compared,
+    recommendation,
+)
+from async_rl.tools.sweeps.tables import Table, tables_in
+
+Columns = dict[str, tuple[str, str]]
+"""The heading and number format of each column by its value. Columns that no run measured are left out."""
+TRADE_OFF: Columns = {
+    **SPEEDS,
+    "efficiency": ("a step is worth, synchronous steps", "{:.2f}"),
+    "efficiency_sampled": ("a step is worth by sampled reward, steps at the lowest staleness", "{:.2f}"),
+    "improvement": ("improvement", "{:+.3f}"),
+    "steps_per_minute": ("steps per minute", "{:.1f}"),
+    "learner": ("utilisation, learner", "{:.1%}"),
+    "rollout": ("utilisation, rollout", "{:.1%}"),
+    "staleness_mean": ("staleness, mean", "{:.2f}"),
+    "staleness_max": ("staleness, max", "{:.0f}"),
+    "kl": ("KL, nats per token", "{:.2g}"),
+    "is_variance": ("IS-weight variance", "{:.3g}"),
+    "ess": ("ESS / tokens", "{:.3f}"),
+}
+SYSTEM: Columns = {
+    "tokens_per_s": ("trained tokens per s", "{:,.0f}"),
+    "train_s": ("training, s", "{:.3f}"),
+    "push_s": ("push, s", "{:.3f}"),
+    "occupancy": ("occupancy of slots", "{:.1%}"),
+    "gpu_learner": ("GPU of the learner, NVML", "{:.1%}"),
+    "gpu_rollout": ("GPU of rollout, NVML", "{:.1%}"),
+    "waited_for_late": ("learner waited for late groups", "{:.1%}"),
+    "dropped": ("groups dropped as too late", "{:.2%}"),
+}
+LEARNING: Columns = {
+    "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
+    "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
+    "policy_reward": ("reward of the policy, mean over the time", "{:.3f}"),
+    "reward_mean": ("reward of the batches, mean", "{:.3f}"),
+    "truncated": ("IS weights beyond cap or floor", "{:.2%}"),
+    "masked": ("tokens masked as too old", "{:.2%}"),
+    "clipped_positive": ("tokens clipped, advantage above 0", "{:.2%}"),
+    "clipped_negative": ("tokens clipped, advantage below 0", "{:.2%}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+    "entropy_end": ("entropy, end", "{:.3f}"),
+}
+TAILS: Columns = {
+    "kl_median": ("KL of a step, median", "{:.2g}"),
+    "kl_p95": ("KL, 95th percentile", "{:.2g}"),
+    "kl_largest": ("KL, largest", "{:.2g}"),
+    "is_variance_median": ("IS-weight variance of a step, median", "{:.2g}"),
+    "is_variance_p95": ("variance, 95th percentile", "{:.2g}"),
+    "is_variance_largest": ("variance, largest", "{:.2g}"),
+    "is_weight_largest": ("largest IS weight", "{:.3g}"),
+}
+TINY = 1e-6
+"""A smaller value, such as the KL of synchronous training, is rounding: tables show 0."""
+NOTES = (
+    "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
+    "that learns fastest per minute is bold; the sentence at the top says whether its lead is more than chance.",
+    "A step is worth e synchronous steps if held-out accuracy after v steps is that of synchronous training after e v "
+    "steps: staleness.max 0, other settings equal. Effective steps per minute are steps per minute times e. The error "
+    "of e is the jackknife's over seeds, with the synchronous curve's in it. By sampled reward, e compares the rewards "
+    "of policy versions with those at the lowest staleness of the sweep.",
+    "Improvement is held-out accuracy at the end minus at the start, or without evaluations the mean reward of the "
+    "last tenth of the steps minus that of the first. It flatters stale runs, because a learning curve is concave.",
+    "The learner is utilised while it computes an update, the rollout pool while a group is in flight and no push "
+    "pauses it. The work-conserving bound is the sum of both if neither pool ever waited without need. Predictions "
+    "come from the simulator; - where it does not cover the run's rules. Exact mode has no times.",
+    "KL is the divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the ratios of "
+    "proximal over behaviour probability before truncation; their variance is the median over the steps. The worst "
+    "steps: quantiles over the steps of a run, then the mean over seeds.",
+    "The reward of the policy: the answers of batch v that are s versions old count for version v - s, and a version "
+    "for the time in which it is served. The rewards of the batches lag by the staleness, which flatters fresh runs.",
+)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+.wide { overflow-x: auto } pre { overflow-x: auto; font-size: 12px }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 13px }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd } td { white-space: nowrap }
+th { border-bottom: 2px solid #444; vertical-align: bottom } tr.best { font-weight: 700; background: #fff6d6 }
+.lead { font-size: 18px; background: #eef5fb; padding: .8rem 1rem; border-left: 4px solid #0072b2 }
+figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #555; font-size: 13px }
+"""
+
+
+def write_report(folder: Path) -> str:
+    """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
+
+    If a sweep's cells are missing, as in one committed to git, its runs.csv and evals.csv stand for them, and the
+    tables and plots that need the steps of the runs stay as they are.
+
+    Raises:
+        ConfigError: the folder holds no finished run, or can't be written to.
+    """
+    runs = read_results(folder)
+    rows = settings_of(runs)
+    has_steps = any(run.steps for run in runs)
+    measured = compare(rows) if has_steps else []
+    found = (
+        value_table(rows, shown_columns(rows), "The trade-off"), *bounds_compared(rows), *corrections_compared(rows),
+        prediction(measured), value_table(rows, LEARNING, "What was learned"), value_table(rows, SYSTEM, "The system"),
+        value_table(rows, TAILS, "The worst steps"),
+    )  # fmt: skip
+    tables = [table for table in found if table]
+    tables += [] if has_steps else _kept_tables(folder, {table.title for table in tables})
+    said = [recommendation(rows), *efficiency_unknown(rows), seconds_compared(rows), *cautions(rows)]
+    sentences = [text for text in said if text]
+    text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
+    try:
+        (folder / "table.md").write_text("\n\n".join([*sentences, text, *NOTES]) + "\n")
+        _write_csvs(rows, folder)
+        pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
+        (folder / "report.html").write_text(_page(folder, tables, sentences, pictures))
+    except OSError as error:
+        raise ConfigError(
+            f"a report in {folder} can't be written: {error.filename or folder}: {error.strerror}. Copy the folder to "
+            "where you may write, and make the report of the copy"
+        ) from None
+    return text + "\n" + "\n".join(sentences)
+
+
+def shown_columns(rows: Sequence[Setting]) -> Columns:
+    """Return TRADE_OFF with one way to tell what a step is worth: by accuracy, else by sampled reward, else INSTEAD."""
+    others = {*WORTH, *WORTH_BY_REWARD, *INSTEAD} - {*worth_keys(rows)}
+    return {key: column for key, column in TRADE_OFF.items() if key not in others}
+
+
+def seconds_compared(rows: Sequence[Setting]) -> str:
+    """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
+    found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
+    return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
+
+
+def _kept_tables(folder: Path, titles: Collection[str]) -> list[Table]:
+    """Return the tables of an earlier table.md whose titles are not among `titles`."""
+    file = folder / "table.md"
+    return [table for table in tables_in(file.read_text() if file.is_file() else "") if table.title not in titles]
+
+
+def value_table(rows: Sequence[Setting], columns: Columns, title: str) -> Table | None:
+    """Return a table with a row for each combination of settings, or None if no run measured any of the columns.
+
+    A `-` stands for a value that the runs of the row did not measure.
+    """
+    columns = {key: column for key, column in columns.items() if any(row.has(key) for row in rows)}
+    header = ["staleness", *(key for key, _ in rows[0].series), *(label for label, _ in columns.values()), "seeds"]
+    lines = []
+    for row in rows:
+        texts = []
+        for key, (_, form) in columns.items():
+            value = row.estimate(key)
+            is_tiny = 0 < abs(value.mean) < TINY
+            texts.append("-" if math.isnan(value.mean) else "0" if is_tiny else value.text(form))
+        lines.append([str(row.staleness), *(label for _, label in row.series), *texts, str(len(row.runs))])
+    best = tuple(map(rows.index, best_rows(rows)))
+    return Table(header, lines, title, best) if columns else None
+
+
+def prediction(measured: Sequence[Measured]) -> Table | None:
+    """Return a table of utilisation and staleness, measured and predicted, at each bound; None without `measured`."""
+    header = (
+        "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
+        "predicted", "both pools, measured", "work-conserving bound", "share of the bound",
+    )  # fmt: skip
+
+    def text(value: float | None, form: str = "{:.1%}") -> str:
+        return "-" if value is None or math.isnan(value) else form.format(value)
+
+    lines = []
+    for m in measured:
+        learner, rollout, staleness = (
+            getattr(m.predicted, name, None) for name in ("utilisation", "rollout", "mean_staleness")
+        )
+        both = m.learner + m.rollout
+        lines.append([
+            str(m.staleness), text(m.learner), text(learner), text(m.rollout), text(rollout),
+            text(m.staleness_mean, "{:.2f}"), text(staleness, "{:.2f}"), text(both), text(m.bound),
+            text(both / m.bound),
+        ])  # fmt: skip
+    return Table(header, lines, "Utilisation: measured, predicted, possible") if measured else None
+
+
+def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
+    """Write table.csv (means and standard errors), runs.csv (every run) and evals.csv (every held-out evaluation)."""
+    runs = [run for row in rows for run in row.runs]
+    settings = [STALENESS, *(key for key, _ in rows[0].series)]
+    keys = [*TRADE_OFF, *SYSTEM, *LEARNING, *TAILS]
+    names = [name for key in keys for name in (key, f"{key}_error")]
+    means = []
+    for row in rows:
+        estimates = [row.estimate(key) for key in keys]
+        numbers = [f"{number:.6g}" for e in estimates for number in (e.mean, e.error)]
+        means.append([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
+    _write_csv(folder / "table.csv", [*settings, *names, "seeds"], means)
+    axes = [*settings, SEED]
+    values = [
+        [*(run.labels[axis] for axis in axes), *(f"{of_runs[number]:.6g}" for of_runs in row.values.values())]
+        for row in rows for number, run in enumerate(row.runs)
+    ]
+    _write_csv(folder / "runs.csv", [*axes, *rows[0].values], values)
+    evals = [
+        [*(run.labels[axis] for axis in axes), f"{version:g}", f"{seconds:.3f}", accuracy]
+        for run in runs for version, seconds, accuracy in run.evals
+    ]
+    _write_csv(folder / "evals.csv", [*axes, "version", "seconds", "accuracy"], evals)
+
+
+def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *lines])
+
+
+def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Mapping[Path, str]) -> str:
+    """Return the page, with its pictures in it: sentence and trade-off first, so that they are on the first screen."""
+    name = html.escape(folder.resolve().name)
+    figures = []
+    for picture, text in pictures.items():
+        data, caption = base64.b64encode(picture.read_bytes()).decode(), html.escape(text)
+        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+    said = [f'<p class="{"note" if place else "lead"}">{html.escape(text)}</p>' for place, text in enumerate(sentences)]
+    shown = [f'<div class="wide">{table.html()}</div>' for table in tables]
+    parts = [
+        f"<h1>{name}</h1>", *said[:1], *figures[:1], *said[1:], *shown[:2], *figures[1:], *shown[2:],
+        *(f'<p class="note">{html.escape(note)}</p>' for note in NOTES), _origin(folder),
+    ]  # fmt: skip
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _origin(folder: Path) -> str:
+    """Return how the results were made: command, machine, commits, and the config of the first run.
+
+    A sweep keeps that config as first_run.yaml for when its cells are gone.
+    """
+    plan_file, kept = folder / "sweep.json", folder / "first_run.yaml"
+    plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
+    commits = {record.commit for record in finished_cells(folder).values()} - {""}
+    facts = {"command": plan.get("command", ""), **plan.get("machine", {})}
+    if commits:
+        facts["commit"] = ", ".join(sorted(commits))  # cells of one sweep may come from several commits
+    config = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
+    if config and (folder / "cells").is_dir():
+        kept.write_text(config)
+    config = config or (kept.read_text() if kept.is_file() else "")
+    lines = "\n".join(f"{key}: {value}" for key, value in facts.items() if value)
+    return (
+        f"<h2>How it was made</h2><pre>{html.escape(lines)}</pre><details><summary>Config of the first run</summary>"
+        f"<pre>{html.escape(config)}</pre></details>"
+    )

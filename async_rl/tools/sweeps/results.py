@@ -1,0 +1,261 @@
+"""Reads finished runs from their folders, or from the CSV files of their report, and computes the values of each."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.run_dir import is_of_newest_end
+from async_rl.base.telemetry.figures import Figures, over_steps, seconds_at
+from async_rl.base.telemetry.metrics import read_metrics
+from async_rl.tools.sweeps.cells import SEED, STALENESS, Bound
+from async_rl.tools.sweeps.efficiency import Evaluations
+from async_rl.tools.sweeps.policy_curve import PolicyCurve, policy_curve
+from async_rl.tools.sweeps.records import check_comparable, finished_cells, read_record
+
+Step = dict[str, float | None]
+SYSTEM_VALUES = (
+    "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "tokens_per_s", "per_minute",
+    "train_s", "push_s",
+)  # fmt: skip
+"""The values that are left out in exact mode, where a push waits for the groups of a batch."""
+KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
+TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
+"""The shares of steps whose quantiles tell how heavy the tail of a metric is."""
+BESIDE_OTHERS = ("policy_reward", "policy_seconds", "efficiency_sampled", "effective_steps_sampled")
+"""The values that a run has only beside others, see async_rl/tools/sweeps/settings.py. The values in runs.csv are
+kept."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, which may be a cell of a sweep."""
+
+    labels: dict[str, str]
+    summary: dict[str, Any]
+    steps: list[Step]
+    evals: list[tuple[float, float, float]]
+    """(version, seconds since the end of the first step, held-out accuracy) of every evaluation. If weights changed
+    while answers were sampled, the version is the newest one that answered."""
+    folder: Path
+    exact: bool = False
+    """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
+    stored: dict[str, float] = field(default_factory=dict)
+    """The values of a run that was read from the report's runs.csv, and has no steps."""
+
+    @property
+    def staleness(self) -> Bound:
+        return Bound.parse(self.labels[STALENESS])
+
+    @property
+    def settings(self) -> tuple[tuple[str, str], ...]:
+        return tuple((key, label) for key, label in self.labels.items() if key != SEED)
+
+    @property
+    def series(self) -> tuple[tuple[str, str], ...]:
+        """The labels on every axis but seed and staleness. Runs with the same series are one line of a plot."""
+        return tuple(pair for pair in self.settings if pair[0] != STALENESS)
+
+    @property
+    def evaluations(self) -> Evaluations:
+        return [(version, accuracy) for version, _, accuracy in self.evals]
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """When each of `steps` ended, in seconds since the end of the first step."""
+        return seconds_at(self.steps)
+
+    @cached_property
+    def policy_curve(self) -> PolicyCurve:
+        """The reward of each policy version; nothing if the run was read from runs.csv."""
+        return policy_curve(self.steps)
+
+    @cached_property
+    def figures(self) -> Figures:
+        """The figure of each metric over the steps, see async_rl/base/telemetry/figures.py."""
+        return over_steps(self.steps)
+
+    def figure(self, key: str) -> float:
+        """Return the figure of the metric `key` over the steps; nan if none has measured it."""
+        value = self.figures.get(key)
+        return math.nan if value is None else value
+
+    def quantile(self, key: str, share: float) -> float:
+        """Return the value of metric `key` that `share` of the steps do not exceed, nan without any.
+
+        The first step is left out. Between two steps it is interpolated; share 1 has the largest.
+        """
+        values = [value for _, _, value in self.points(key, first=1)]
+        return float(np.quantile(values, share)) if values else math.nan
+
+    def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
+        """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
+        return [
+            (step.get("step") or 0.0, seconds, value)
+            for step, seconds in zip(self.steps[first:], self.seconds[first:], strict=True)
+            if (value := step.get(key)) is not None
+        ]
+
+    @property
+    def accuracy_start(self) -> float:
+        """The held-out accuracy of version 0; nan if that was not evaluated."""
+        return self.evals[0][2] if self.evals and self.evals[0][0] == 0 else math.nan
+
+    @property
+    def accuracy_end(self) -> float:
+        """The held-out accuracy of the version that the last step made; nan if that was not evaluated."""
+        accuracy = self.steps[-1].get("eval/accuracy") if self.steps else None
+        return math.nan if accuracy is None else accuracy
+
+    @property
+    def improvement(self) -> float:
+        """The held-out accuracy at the end minus at the start; nan if one of the two was not evaluated.
+
+        Without evaluations, it is the mean reward of the last tenth of the steps minus the mean reward of the first
+        tenth.
+        """
+        if self.evals:
+            return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan
+        rewards = [value for _, _, value in self.points("reward/mean")]
+        tenth = max(1, len(rewards) // 10)
+        return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
+
+    def values(self) -> dict[str, float]:
+        """Return the values for the tables of a report by name; nan if the run did not measure a value."""
+        summary, seconds = self.summary, float(self.summary["seconds"])
+        dropped, trained = (summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
+        values = {
+            "is_variance": self.figure(IS_VARIANCE),
+            "kl": self.figure(KL),
+            "ess": self.figure("offpolicy/ess"),
+            "improvement": self.improvement,
+            "per_minute": 60 * self.improvement / seconds if seconds else math.nan,
+            "steps_per_minute": 60 / self.figure("time/step_s"),
+            "tokens_per_s": self.figure("throughput/trained_tokens_per_s"),
+            "learner": float(summary.get("utilisation/learner", math.nan)),
+            "rollout": float(summary.get("utilisation/rollout", math.nan)),
+            "occupancy": float(summary.get("occupancy/rollout", math.nan)),
+            "gpu_learner": float(summary.get("gpu/learner", math.nan)),
+            "gpu_rollout": float(summary.get("gpu/rollout", math.nan)),
+            "staleness_mean": float(summary["staleness_mean"] or 0.0),
+            "staleness_max": float(summary["staleness_max"] or 0.0),
+            "train_s": self.figure("time/train_s"),
+            "push_s": self.figure("time/push_s"),
+            "accuracy_start": self.accuracy_start,
+            "accuracy_end": self.accuracy_end,
+            "reward_mean": self.figure("reward/mean"),
+            "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),
+            **{f"kl_{name}": self.quantile(KL, share) for name, share in TAIL.items()},
+            **{f"is_variance_{name}": self.quantile(IS_VARIANCE, share) for name, share in TAIL.items()},
+            "is_weight_largest": self.quantile("offpolicy/is_weight_max", 1),
+            "truncated": self.figure("offpolicy/truncated_fraction"),
+            "masked": self.figure("staleness/masked_fraction"),
+            "clipped_positive": self.figure("offpolicy/clip_fraction_positive"),
+            "clipped_negative": self.figure("offpolicy/clip_fraction_negative"),
+            "grad_norm": self.figure("policy/grad_norm"),
+            "dropped": dropped / (dropped + trained) if dropped + trained else math.nan,
+            "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
+        }
+        values |= dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {}
+        values |= dict.fromkeys(BESIDE_OTHERS, math.nan)
+        return values | {key: value for key, value in self.stored.items() if key in values}
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Read and return the finished cells of a sweep, or the one run of a run directory, ordered by staleness.
+
+    Cells of an earlier sweep over other axes in the same folder are left out.
+
+    Raises:
+        ConfigError: there is no finished run, or cells differ in more than the axes of the sweep.
+    """
+    if (folder / "cells").is_dir():
+        plan = folder / "sweep.json"
+        found = finished_cells(folder, json.loads(plan.read_text())["axes"] if plan.is_file() else None)
+        check_comparable(found.items())
+        runs = [read_run(cell) for cell in found]
+    else:
+        runs = [read_run(folder)] if (folder / "summary.json").is_file() else []
+    if not runs:
+        raise ConfigError(f"{folder} holds no finished run: no summary.json in it, no cell.json in its cells")
+    return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
+
+
+def read_results(folder: Path) -> list[Run]:
+    """Return the runs of `read_runs`. Of a sweep without its cells, as one in git, they come from its CSV files.
+
+    Runs of CSV files have no steps.
+    """
+    has_csv = all((folder / name).is_file() for name in ("runs.csv", "evals.csv"))
+    if not has_csv or (folder / "cells").is_dir() or (folder / "metrics.jsonl").is_file():
+        return read_runs(folder)
+    evals: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
+    for line in _csv_lines(folder / "evals.csv"):
+        *cell, version, seconds, accuracy = line.values()
+        evals.setdefault(tuple(cell), []).append((float(version), float(seconds), float(accuracy)))
+    runs = []
+    for line in _csv_lines(folder / "runs.csv"):
+        names = list(line)[: list(line).index(SEED) + 1]
+        labels = {name: line[name] for name in names}
+        values = {key: float(value) for key, value in line.items() if key not in names}
+        name = ".".join(f"{key}-{label}" for key, label in labels.items())
+        runs.append(Run(
+            labels=labels, summary={"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}},
+            steps=[], evals=evals.get(tuple(labels.values()), []), folder=folder / "cells" / name,
+            exact=math.isnan(values["steps_per_minute"]), stored=values,
+        ))  # fmt: skip
+    return runs
+
+
+def _csv_lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def read_run(folder: Path) -> Run:
+    """Return the finished run of a run directory.
+
+    Raises:
+        ConfigError: the run goes on after the end that its summary.json tells of, or a file is missing or damaged.
+    """
+    try:
+        return _read_run(folder)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"the run in {folder} can't be read: config.yaml, metrics.jsonl or summary.json is missing or damaged "
+            f"({type(error).__name__}: {error}). Move its folder away, or put the file back"
+        ) from None
+
+
+def _read_run(folder: Path) -> Run:
+    record = read_record(folder)
+    config = read_yaml((folder / "config.yaml").read_text())[0]
+    labels = dict(record.labels) if record else {}
+    labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
+    labels.setdefault(SEED, str(config["run"]["seed"]))
+    records = read_metrics(folder / "metrics.jsonl")
+    steps = [record for record in records if "staleness/max" in record]
+    at_step = {step["step"]: seconds for step, seconds in zip(steps, seconds_at(steps), strict=True)}
+    evals = []
+    for values in records:
+        if (accuracy := values.get("eval/accuracy")) is not None:
+            newest = values.get("eval/newest_version")
+            version = newest if newest in at_step else values["step"]
+            evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
+    summary = json.loads((folder / "summary.json").read_text())
+    last_step = int(max((step["step"] or 0 for step in steps), default=0))
+    if not is_of_newest_end(summary, last_step, folder):
+        raise ConfigError(f"the run in {folder} has not ended: a report needs the summary.json of its end")
+    is_exact = config["staleness"]["mode"] == "exact"
+    return Run(labels, summary, steps, evals, folder, is_exact)

@@ -1,0 +1,242 @@
+"""`async-rl sweep`: runs the same training at every combination of settings and seeds, several at a time if asked.
+
+Each cell is `async-rl train` in a process of its own, so a cell that fails does not affect the others. The same command
+continues a sweep that was cut short: finished cells are kept, a cell with a checkpoint resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from async_rl.base.config import Config
+from async_rl.base.run_dir.checkpoints import lineage_of, list_checkpoints
+from async_rl.base.run_dir.run_dir import create_folder, is_complete, is_locked
+from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.run.processes.signals import StopSignals
+from async_rl.tools.sweeps.cell_process import CellPlace, CellProcesses, places_here, sole_sweep
+from async_rl.tools.sweeps.cells import Axis, Cell, all_cells, cell_config, check_apart
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.records import (
+    check_comparable,
+    check_unchanged,
+    finished_cells,
+    make_record,
+    note_start,
+    read_record,
+    run_seconds,
+    write_record,
+)
+from async_rl.tools.sweeps.report import write_report
+from async_rl.tools.sweeps.tables import Table
+
+UNLIMITED_STEPS = 1_000_000
+"""The run.steps of a cell whose length is given in seconds."""
+RunCell = Callable[[Sequence[str], Cell, CellPlace], str]
+"""Trains a cell by a command in a place; returns "" or the error with which it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The settings of a sweep, as given on the command line."""
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    axes: tuple[Axis, ...]
+    folder: Path
+    seconds: float = 0.0
+    """The training time of every cell from its first step on; 0: every cell takes run.steps learner steps."""
+    max_cells: int | None = None
+    """The number of cells to run in this call; None: all."""
+    parallel: int | None = 1
+    """The number of cells that run at the same time; None: as many as the host holds."""
+
+    def base_overrides(self) -> tuple[str, ...]:
+        return ("logging.wandb=disabled", "logging.trackio=false", *self.overrides, *self.limit)
+
+    @property
+    def limit(self) -> tuple[str, ...]:
+        """The overrides that give cells a time."""
+        return (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
+
+
+@dataclass
+class Progress:
+    """The cells that have ended, and how. Several threads report that a cell starts."""
+
+    cells: list[Cell]
+    at_once: int = 1
+    """The number of cells that run at the same time."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The duration of each finished cell, by cell name."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """The error of each failed cell, by cell name."""
+
+    @classmethod
+    def of(cls, cells: list[Cell], at_once: int) -> Progress:
+        done = {cell.name: record.seconds for cell in cells if (record := read_record(cell.folder))}
+        return cls(cells, at_once, done)
+
+    @property
+    def pending(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.name not in self.seconds and cell.name not in self.failed]
+
+    def print(self, cell: Cell, text: str) -> None:
+        number = 1 + self.cells.index(cell)
+        print(f"[{number}/{len(self.cells)}] {cell.name} {text}; {self.time_left()}", flush=True)
+
+    def time_left(self) -> str:
+        """Return the expected time until the last cell ends, if each takes as long as the average finished one."""
+        if not self.pending:
+            return "none left"
+        if not self.seconds:
+            return "time left unknown"
+        each_s = sum(self.seconds.values()) / len(self.seconds)
+        return f"about {each_s * max(1.0, len(self.pending) / self.at_once) / 60:.0f} min left"
+
+
+def run_and_report(sweep: Sweep) -> int:
+    """Run the cells that are not finished, write and print the report; return the exit code, 1 if a cell failed."""
+    progress = run_sweep(sweep)
+    for name, error in progress.failed.items():
+        print(f"failed: {name}: {error}", file=sys.stderr)
+    if progress.seconds:
+        print(f"{write_report(sweep.folder)}\n\n{sweep.folder}/report.html", flush=True)
+    if left := len(progress.pending):
+        print(f"{left} of {len(progress.cells)} cells are left: the same command continues")
+    return 1 if progress.failed else 0
+
+
+def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
+    """Run the cells that are not finished with `run_cell` (default: in processes); return which finished and failed.
+
+    Raises:
+        ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, this host has
+            too few GPUs or cores, or several cells at once would run on a Ray cluster. No cell has started then.
+        KeyboardInterrupt: the sweep was interrupted; the running cells have ended.
+    """
+    cells, configs = checked_cells(sweep)
+    places = places_here(configs.values(), sweep.parallel)
+    progress = Progress.of(cells, len(places))
+    machine = describe_machine()
+    _write_plan(sweep, machine)
+    processes = CellProcesses(sweep.folder / "logs")
+    train = partial(_train, sweep, configs, progress, run_cell or processes.train, machine["commit"])
+    todo, running = iter(progress.pending[: sweep.max_cells]), dict[Future[None], CellPlace]()
+    with sole_sweep(sweep.folder), StopSignals(), ThreadPoolExecutor(len(places)) as pool:
+        try:
+            running |= {pool.submit(train, cell, place): place for place, cell in zip(places, todo, strict=False)}
+            while running:
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    place = running.pop(future)
+                    future.result()
+                    if cell := next(todo, None):
+                        running[pool.submit(train, cell, place)] = place
+        except BaseException:
+            processes.end(partial(wait, running))
+            raise
+    return progress
+
+
+def _train(
+    sweep: Sweep, configs: Mapping[str, Config], progress: Progress, run_cell: RunCell, commit: str,
+    cell: Cell, place: CellPlace,
+) -> None:
+    """Train one cell, from its newest checkpoint if it was cut short, and write its record if it succeeds."""
+    if is_locked(cell.folder):  # the runs of a sweep that was killed go on to their end
+        progress.print(cell, "is trained by another process, and left alone")
+        return
+    config, command = configs[cell.name], train_command(sweep, cell)
+    error, start_s = "", time.monotonic()
+    if not is_complete(cell.folder, config):
+        version = resumed_version(sweep, cell)
+        if version is None:
+            shutil.rmtree(cell.folder, ignore_errors=True)
+            note_start(cell, config)
+        else:
+            command += ["--resume", str(cell.folder)]
+        where = f" on {place}" if progress.at_once > 1 else ""
+        progress.print(cell, ("starts" if version is None else f"goes on from step {version}") + where)
+        error = run_cell(command, cell, place)
+    if error:
+        progress.failed[cell.name] = error
+    else:
+        seconds = max(time.monotonic() - start_s, run_seconds(cell.folder))  # with the parts before this one
+        resumes = lineage_of(cell.folder)
+        write_record(cell, make_record(cell, config, seconds, shlex.join(command), commit, resumes))
+        progress.seconds[cell.name] = seconds
+    progress.print(cell, error or f"took {seconds:.0f} s")
+
+
+def resumed_version(sweep: Sweep, cell: Cell) -> int | None:
+    """Return the version from which a cell that was cut short goes on, or None if it starts anew.
+
+    A cell with a given time starts anew, because that time is compared.
+    """
+    return None if sweep.seconds else max(list_checkpoints(cell.folder), default=None)
+
+
+def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
+    """Return the cells of a sweep and their configurations by name; see `run_sweep` for what is refused."""
+    check_apart(sweep.axes, sweep.overrides, sweep.limit)
+    cells = all_cells(sweep.axes, sweep.folder)
+    configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
+    finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
+    check_comparable([*finished.items(), *((cell.folder, make_record(cell, configs[cell.name])) for cell in cells)])
+    for cell in cells:
+        check_unchanged(cell, configs[cell.name])
+    return cells, configs
+
+
+def train_command(sweep: Sweep, cell: Cell) -> list[str]:
+    return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *cell.place]
+
+
+def plan_of(sweep: Sweep) -> str:
+    """Return what the sweep would do as text: its cells, how many at once, where, and the time."""
+    cells, configs = checked_cells(sweep)
+    places = places_here(configs.values(), sweep.parallel)
+    progress = Progress.of(cells, len(places))
+    rows = []
+    for cell in cells:
+        version = resumed_version(sweep, cell)
+        state = "starts" if version is None else f"goes on from step {version}"
+        if cell.name in progress.seconds:
+            state = f"finished in {progress.seconds[cell.name]:.0f} s"
+        elif is_locked(cell.folder):
+            state = "is trained by another process"
+        elif is_complete(cell.folder, configs[cell.name]):
+            state = "is trained, by a sweep that was ended before"
+        rows.append([cell.name, state])
+    left = len(progress.pending)
+    todo = progress.pending[: sweep.max_cells]
+    progress.cells = [cell for cell in cells if cell.name in progress.seconds or cell in todo]  # of this command
+    part = f", {len(todo)} of them by this command" if len(todo) < left else ""
+    time_text = progress.time_left()
+    if todo and not progress.seconds and sweep.seconds:
+        rounds = -(-len(todo) // len(places))
+        time_text = f"{sweep.seconds * rounds / 60:.0f} min of training, and the start of each cell"
+    return (
+        f"{Table(('cell', ''), rows).markdown()}\n"
+        f"{len(cells)} cells, {left} to do{part}, {len(places)} at once: {'; '.join(map(str, places))}\n"
+        f"time: {time_text}\n"
+    )
+
+
+def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
+    create_folder(sweep.folder)
+    plan = {
+        "command": shlex.join(["async-rl", *sys.argv[1:]]), "config": sweep.config,
+        "overrides": sweep.overrides, "seconds": sweep.seconds,
+        "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": machine,
+    }  # fmt: skip
+    write_whole(sweep.folder / "sweep.json", json.dumps(plan, indent=2) + "\n")

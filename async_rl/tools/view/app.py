@@ -1,0 +1,307 @@
+"""The web application: the list of runs, the page of a run, its groups, and the security headers of every response.
+
+    /                              the list of runs; of a single run its page
+    /run/NAME                      the run live: tiles, charts, lanes, who waits on whom, sample answers
+    /run/NAME/groups               the groups that meet a WHERE clause
+    /run/NAME/groups/ID            a group, with one answer token by token
+    /run/NAME/data/...             JSON: charts, lanes, and a text for each file that changes with it
+    /report/SWEEP                  the report.html of a sweep
+
+A page asks for its changes every second, then for itself, and takes over its parts with data-live. It works so for as
+long as it is open, whatever happens to the run or to the server.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.run_dir.log_ratios import read_log_ratios
+from async_rl.base.telemetry.plot_timeline import STATE_COLORS
+from async_rl.tools.view.answers import answer_parts, legend, sibling
+from async_rl.tools.view.journal_reader import NEWEST_TRAINED, PAGE_ROWS
+from async_rl.tools.view.runs import RunFiles, Runs, UnknownRunError
+
+FOLDER = Path(__file__).parent
+HOSTS = ["localhost", "127.0.0.1"]
+"""The names under which the page may be asked for. A site that lets its own name point here (DNS rebinding) sends its
+own name, and is refused."""
+HEADERS = {
+    # Pages run no script and load nothing but the files of this server, whatever a model wrote into an answer.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+        "connect-src 'self'; font-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+STEPS_SHOWN, MAX_STEPS_SHOWN = 10, 50
+SAMPLES = 3
+MAX_DIGITS = 15
+MISSING = "\N{EN DASH}"
+COLORS = {"version": "policy version", "ratio": "importance ratio"}
+WHERE_EXAMPLES = (
+    "state = 'trained' AND reward < 0.2", "staleness >= 2", "step = 10", "drop_reason <> ''", "tokens > 1000",
+    "group_id IN (SELECT group_id FROM episodes WHERE end = 'timeout')",
+    "group_id IN (SELECT group_id FROM rows WHERE finish_reason = 'length')",
+)  # fmt: skip
+
+
+def make_app(runs: Runs) -> Starlette:
+    """Return the application that shows the runs of a folder."""
+    run_routes = [
+        Route("/", run_page), Route("/groups", groups_page), Route("/groups/{group_id}", group_page),
+        Route("/data/charts", charts), Route("/data/lanes", lanes), Route("/data/changes", changes_of_run),
+    ]  # fmt: skip
+    app = Starlette(
+        routes=[
+            Route("/", runs_page),
+            Route("/data/changes", changes_of_all),
+            Route("/report/{name}", report),
+            Mount("/run/{name}", routes=run_routes),
+            Mount("/static", StaticFiles(directory=FOLDER / "static")),
+            Mount("/bokeh", StaticFiles(directory=bokeh_folder())),
+        ],
+        middleware=[
+            Middleware(_Headers), Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+            Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1),
+        ],
+        exception_handlers={AsyncRLError: _error, HTTPException: _error, ValueError: _error},
+    )  # fmt: skip
+    app.state.runs = runs
+    return app
+
+
+class _Headers:
+    """Adds the security headers in HEADERS to every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def bokeh_folder() -> Path:
+    """Return the folder of the chart library's JavaScript, without importing its Python part."""
+    spec = find_spec("bokeh")
+    assert spec is not None and spec.submodule_search_locations, "the command has checked the extra `page`"
+    return Path(spec.submodule_search_locations[0]) / "server" / "static" / "js"
+
+
+def runs_page(request: Request) -> Response:
+    runs: Runs = request.app.state.runs
+    all_runs = runs.all()
+    if runs.is_single:
+        return RedirectResponse(f"/run/{quote(all_runs[0].name)}/")
+    request.state.seen, rows = _changes_of(runs), []
+    for run in all_runs:
+        start, now, _ = run.metrics.refresh().start_and_now()
+        rows.append({"run": run, "state": run.state, "start": start.get, "now": now.get})
+    return _page(request, "runs.html", {"rows": rows, "reports": runs.reports()})
+
+
+def report(request: Request) -> Response:
+    name = request.path_params["name"]
+    reports = request.app.state.runs.reports()
+    if name not in reports:
+        raise UnknownRunError(f"There is no report of a sweep {name!r}; `async-rl report` writes it.")
+    return FileResponse(reports[name])
+
+
+def run_page(request: Request) -> Response:
+    """Return the page of a run. Its charts and lanes come as JSON."""
+    run = run_of(request)
+    start, now, first_steps = run.metrics.start_and_now()
+    facts = {
+        "start": start.get, "now": now.get, "first_steps": first_steps, "metrics": run.metrics,
+        "time_left_s": run.time_left_s, "colors": STATE_COLORS, "samples": samples(run),
+    }  # fmt: skip
+    return _page(request, "run.html", facts, run, "run")
+
+
+def samples(run: RunFiles) -> list[dict[str, Any]]:
+    """Return the groups that were trained last: the question, and the answers of the highest and lowest reward."""
+    found = []
+    try:
+        for group_id in run.journal.newest_trained(SAMPLES):
+            if group := run.journal.payload(group_id):
+                by_reward = sorted(range(len(group.rows)), key=lambda number: -group.rows[number].reward)
+                answers = [sibling(group, number, run.texts) for number in dict.fromkeys((by_reward[0], by_reward[-1]))]
+                question = run.texts.question(group.prompt_tokens.tolist())
+                found.append({"group_id": group_id, "question": question, "answers": answers})
+    except AsyncRLError:
+        return []  # the page of the groups says why
+    return found
+
+
+def groups_page(request: Request) -> Response:
+    """Return the list of the groups that meet the query's WHERE clause, or why there is none."""
+    run = run_of(request)
+    query = {key: request.query_params.get(key, "").strip() for key in ("where", "order")}
+    number = whole_number("page", request.query_params.get("page", "0"))
+    facts: dict[str, Any] = {
+        **query, "number": number, "page_rows": PAGE_ROWS, "examples": WHERE_EXAMPLES, "default_order": NEWEST_TRAINED,
+        "turn": lambda by: urlencode({**query, "page": number + by}), "rows": [], "prompts": {}, "has_more": False,
+        "problem": "",
+    }  # fmt: skip
+    try:
+        rows, has_more = run.journal.groups(query["where"], query["order"], number)
+        tokens = run.journal.prompts([row["group_id"] for row in rows])
+        prompts = {group_id: run.texts.question(ids) for group_id, ids in tokens.items()}
+        facts |= {"rows": rows, "has_more": has_more, "prompts": prompts}
+    except AsyncRLError as error:
+        facts["problem"] = str(error)
+    return _page(request, "groups.html", facts, run, "groups")
+
+
+def group_page(request: Request) -> Response:
+    """Return the page of one group: its answers side by side, and one of them token by token."""
+    run = run_of(request)
+    group_id = whole_number("group", request.path_params["group_id"])
+    number = whole_number("answer", request.query_params.get("answer", "0"))
+    color = request.query_params.get("color", "version")
+    color = color if color in COLORS else "version"
+    row = run.journal.group(group_id)
+    if row is None:
+        raise UnknownRunError(f"The journal has no group {group_id}.")
+    facts: dict[str, Any] = {"row": row, "siblings": [], "color": color, "colors": COLORS, "missing": run.texts.missing}
+    if group := run.journal.payload(group_id):
+        number = min(number, len(group.rows) - 1)
+        step = row["steps"][-1] if row["steps"] else None
+        ratios = read_log_ratios(run.folder, step, group_id, number) if step else None
+        trained_at = step - 1 if step else None
+        prompt = group.prompt_tokens.tolist()
+        facts |= {
+            "number": number, "siblings": [sibling(group, each, run.texts) for each in range(len(group.rows))],
+            "question": run.texts.question(prompt), "prompt": run.texts.decode(prompt),
+            "parts": answer_parts(group, number, run.texts, trained_at, ratios, color),
+            "legend": legend(group.rows[number], group.start_version, trained_at, ratios is not None, color),
+        }  # fmt: skip
+    return _page(request, "group.html", facts, run, "groups")
+
+
+def charts(request: Request) -> Response:
+    return JSONResponse(run_of(request).metrics.charts())
+
+
+def lanes(request: Request) -> Response:
+    """Return each pool's states over the steps `from` to `to` of the query; without them over the newest steps."""
+    run, query = run_of(request), request.query_params
+    # A resume starts timeline.json from empty, and counts the seconds since its own first step.
+    since_s = run.metrics.values("time/since_first_step_s")
+    number_of_first = int(max((step for step, value in since_s if value == 0.0), default=1))
+    timeline = run.timeline.refresh()
+    newest = number_of_first + len(timeline.step_ends_s()) - 1
+    last = min(newest, whole_number("to", query.get("to", str(max(1, newest)))))
+    first = whole_number("from", query.get("from", str(max(1, last - STEPS_SHOWN + 1))))
+    found = timeline.window(max(first, last - MAX_STEPS_SHOWN + 1), last, number_of_first)
+    if found is None:
+        raise ConfigError(
+            f"The timeline has nothing of the steps {first} to {last}: it begins with step {number_of_first} and has "
+            f"{max(0, newest - number_of_first + 1)} steps so far."
+        )
+    return JSONResponse(asdict(found))
+
+
+def changes_of_run(request: Request) -> Response:
+    return JSONResponse(run_of(request).changes())
+
+
+def changes_of_all(request: Request) -> Response:
+    return JSONResponse(_changes_of(request.app.state.runs))
+
+
+def _changes_of(runs: Runs) -> dict[str, str]:
+    return {"runs": " ".join(run.changes()["status"] for run in runs.all())}
+
+
+def run_of(request: Request) -> RunFiles:
+    """Return the run that the address of a request names, with its newest metrics."""
+    runs: Runs = request.app.state.runs
+    run = runs.run(request.path_params["name"])
+    request.state.seen = run.changes()  # before anything is read: the page asks for what changes later
+    run.metrics.refresh()
+    return run
+
+
+def whole_number(name: str, text: str) -> int:
+    """Return the number in a part `name` of an address. Every number that is allowed fits into a column of SQLite.
+
+    Raises:
+        ConfigError: the part is no whole number, is negative, or has more than MAX_DIGITS digits.
+    """
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise ConfigError(f"{name} must be a whole number of at most {MAX_DIGITS} digits, got {text[:80]!r}")
+    return int(text)
+
+
+def number_text(value: Any, form: str = "{:.3g}") -> str:
+    """Return a value as text, with an en dash for one that is missing or not finite."""
+    return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else MISSING
+
+
+def duration_text(seconds: float | None) -> str:
+    """Return a duration in its largest unit and the one below, e.g. `1 h 12 min`."""
+    if seconds is None:
+        return MISSING
+    whole = round(seconds)
+    parts = [(whole // 86400, "d"), (whole % 86400 // 3600, "h"), (whole % 3600 // 60, "min"), (whole % 60, "s")]
+    first = next((i for i, (amount, _) in enumerate(parts) if amount), 3)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount or first == 3)
+
+
+def _page(
+    request: Request, template: str, facts: dict[str, Any], run: RunFiles | None = None, tab: str = "",
+    status: int = 200,
+) -> Response:
+    """Return a page made of a template, under the head with the state of its run."""
+    runs: Runs = request.app.state.runs
+    head: dict[str, Any] = {"run": run, "tab": tab, "folder": runs.folder, "is_single": runs.is_single}
+    head["seen"] = getattr(request.state, "seen", {})
+    if run:
+        head |= {"base": f"/run/{quote(run.name)}", "state": run.state, "progress": run.progress}
+    return HTMLResponse(_TEMPLATES.get_template(template).render(head | facts), status)
+
+
+def _error(request: Request, error: Exception) -> Response:
+    """Return the HTTP answer to a request that raised `error`, with the error's text: JSON for /data/, else a page."""
+    is_missing = isinstance(error, UnknownRunError)
+    status = error.status_code if isinstance(error, HTTPException) else 404 if is_missing else 400
+    text = str(error.detail if isinstance(error, HTTPException) else error)
+    if isinstance(error, HTTPException) and status == 404:
+        text = f"There is no page {request.scope['path']}."
+    if "/data/" in request.scope["path"]:
+        return JSONResponse({"error": text}, status)
+    return _page(request, "error.html", {"text": text}, status=status)
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+    lstrip_blocks=True,
+)  # fmt: skip
+_TEMPLATES.filters |= {"number": number_text, "duration": duration_text}

@@ -1,0 +1,169 @@
+"""Reads a run's journal for the page: read-only, in short queries with a time limit that never block the buffer."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.messages.codec import decode_group
+from async_rl.base.messages.limits import Limits
+from async_rl.base.types import Group
+from buffer.journal.journal import check_schema, payload_folder
+from buffer.journal.payload_files import Place, read_payload
+
+QUERY_LIMIT_S = 2.0
+"""A query that takes longer is ended, so that it never keeps the journal's log from being merged."""
+LOCK_LIMIT_S = 1.0
+PAGE_ROWS = 50
+PROMPT_BYTES = 64 * 2**10
+"""The list of groups looks for the prompt in so many bytes at the start of a payload."""
+OPCODES_BETWEEN_CHECKS = 10_000
+LONGEST_TEXT = 100_000
+"""The longest value in a user's query. One call of a function of SQLite can't be interrupted, so it must be short."""
+NEWEST_TRAINED = "step IS NULL, step DESC, group_id DESC"
+"""The order of groups unless the user writes another: the newest trained first, then the others."""
+_GROUPS = """
+    SELECT group_id, prompt_index, NULLIF(data_row, -1) AS data_row, state, drop_reason, worker, start_version,
+        NULLIF(finished_version, -1) AS finished_version, reward, response_tokens AS tokens, duration_s,
+        (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
+        (SELECT MAX(version) FROM uses WHERE uses.group_id = groups.group_id)
+        - (SELECT MIN(oldest_version) FROM rows WHERE rows.group_id = groups.group_id) AS staleness,
+        (SELECT MAX(episode) + 1 FROM rows WHERE rows.group_id = groups.group_id) AS answers
+    FROM groups"""
+"""One line for each group, with the columns that a WHERE clause may name."""
+_READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+
+class JournalError(AsyncRLError):
+    """The journal can't be shown. The message says why, and what may be done."""
+
+
+class JournalReader:
+    """Reads groups from a run's journal (trajectories.sqlite), which it opens anew for each query."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def groups(self, where: str = "", order: str = "", page: int = 0) -> tuple[list[dict[str, Any]], bool]:
+        """Return one page of the groups that meet an SQL condition, and whether there are more pages.
+
+        Args:
+            where: the user's WHERE clause over the columns of _GROUPS, e.g. `reward > 0.5 AND staleness >= 2`; it may
+                query other tables. Empty: all groups.
+            order: the user's ORDER BY clause, e.g. `reward DESC`; empty: NEWEST_TRAINED.
+            page: number of the page, from 0 on.
+
+        Raises:
+            JournalError: the journal can't be read, a clause is wrong, or the query took too long.
+        """
+        # The user's text chooses ids. All that is shown comes from a query without it.
+        query = (
+            f"SELECT group_id FROM ({_GROUPS})\nWHERE {where or 'TRUE'}\nORDER BY {order or NEWEST_TRAINED}\n"
+            f"LIMIT {PAGE_ROWS + 1} OFFSET {page * PAGE_ROWS}"
+        )
+        with self._open() as database:
+            database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY)
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_TEXT)
+            database.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200)
+            found = [row[0] for row in database.execute(query).fetchmany(PAGE_ROWS + 1)]
+        ids = [each for each in found if isinstance(each, int)]
+        rows = {row["group_id"]: row for row in self.rows(f"{_GROUPS} WHERE group_id IN ({', '.join(map(str, ids))})")}
+        return [rows[each] for each in ids[:PAGE_ROWS] if each in rows], len(ids) > PAGE_ROWS
+
+    def newest_trained(self, number: int) -> list[int]:
+        """Return the ids of the groups that were trained last."""
+        query = f"SELECT DISTINCT group_id FROM uses ORDER BY version DESC, group_id LIMIT {number}"
+        return [row["group_id"] for row in self.rows(query)]
+
+    def group(self, group_id: int) -> dict[str, Any] | None:
+        """Return the facts of a group, or None: its `rows`, the `steps` that used it, and its `errors`."""
+        groups = self.rows(f"{_GROUPS} WHERE group_id = ?", (group_id,))
+        if not groups:
+            return None
+        rows = self.rows("SELECT * FROM rows WHERE group_id = ? ORDER BY row", (group_id,))
+        steps = self.rows("SELECT version + 1 AS step FROM uses WHERE group_id = ? ORDER BY version", (group_id,))
+        errors = self.rows("SELECT what, error FROM errors WHERE group_id = ?", (group_id,))
+        return groups[0] | {"rows": rows, "steps": [row["step"] for row in steps], "errors": errors}
+
+    def payload(self, group_id: int) -> Group | None:
+        """Return a group with its tokens; None if these were removed or not copied, or the group never arrived.
+
+        Raises:
+            JournalError: the journal can't be read, or another version of this program wrote the group.
+        """
+        rows = self.rows("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,))
+        if not rows:
+            return None
+        episodes = self.rows("SELECT MAX(episode) + 1 AS number FROM rows WHERE group_id = ?", (group_id,))
+        try:
+            data = read_payload(payload_folder(self._file), Place(**rows[0]))
+        except OSError:
+            return None  # removed since the query, or not copied here
+        try:
+            return decode_group(data, Limits.of_stored(data, episodes[0]["number"]))
+        except AsyncRLError as error:
+            raise JournalError(f"The tokens of group {group_id} can't be decoded: {error}.") from None
+
+    def prompts(self, group_ids: Sequence[int]) -> dict[int, list[int]]:
+        """Return the prompt tokens by group id, without reading answers; groups whose tokens are gone are left out."""
+        marks = ", ".join(map(str, map(int, group_ids)))
+        places = self.rows(f"SELECT group_id, file, start, bytes FROM payloads WHERE group_id IN ({marks})")
+        found = {}
+        for place in places:
+            group_id = place.pop("group_id")
+            head = Place(**place)._replace(bytes=min(place["bytes"], PROMPT_BYTES))
+            with suppress(OSError, ValueError, msgpack.UnpackException):  # removed since, or longer than PROMPT_BYTES
+                found[group_id] = _prompt(read_payload(payload_folder(self._file), head))
+        return found
+
+    def rows(self, query: str, values: Any = ()) -> list[dict[str, Any]]:
+        """Return the rows of an SQL query of ours, each as a dict by column.
+
+        Raises:
+            JournalError: there is no journal, it can't be read, or the query took longer than QUERY_LIMIT_S.
+        """
+        with self._open() as database:
+            return [dict(row) for row in database.execute(query, values)]
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        if not self._file.is_file():
+            raise JournalError(
+                f"{self._file} does not exist: the run or its resume has not begun, it had buffer.journal=false, or "
+                "the journal was not copied here."
+            )
+        # Without a write-ahead log no process writes to the journal. As a file that does not change it needs no file
+        # next to it, which SQLite would otherwise create, and the run directory may be read-only.
+        has_log = self._file.with_name(f"{self._file.name}-wal").exists()
+        uri = f"{self._file.absolute().as_uri()}?mode=ro" + ("" if has_log else "&immutable=1")
+        end_s = time.monotonic() + QUERY_LIMIT_S
+        try:
+            with closing(sqlite3.connect(uri, uri=True, timeout=LOCK_LIMIT_S)) as database:
+                database.set_progress_handler(lambda: int(time.monotonic() > end_s), OPCODES_BETWEEN_CHECKS)
+                database.row_factory = sqlite3.Row
+                check_schema(database, self._file)
+                yield database
+        except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
+            if time.monotonic() > end_s:
+                raise JournalError(f"The search took longer than {QUERY_LIMIT_S:g} s. Narrow it.") from None
+            raise JournalError(f"The journal can't answer that: {error}.") from None
+
+
+def _prompt(head: bytes) -> list[int]:
+    """Return the prompt tokens in the first bytes of an encoded group. ValueError: they are not in these bytes."""
+    unpacker = msgpack.Unpacker(max_buffer_size=PROMPT_BYTES)
+    unpacker.feed(head)
+    for _ in range(unpacker.read_map_header()):
+        key, value = unpacker.unpack(), unpacker.unpack()
+        if key == "prompt_tokens":
+            tokens: list[int] = np.frombuffer(value[2], value[0]).tolist()
+            return tokens
+    raise ValueError("these bytes of a group hold no prompt_tokens")

@@ -1,0 +1,216 @@
+"""Follows a run's timeline.json while it is written, and cuts some steps from it: the states of each pool over time."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from async_rl.base.telemetry.timeline import RESTART, Span, state_changes
+
+MAX_STEPS_BEHIND = 5
+"""A pool is written when its state changes, some time after the learner. One that is further behind has ended."""
+LEARNER, UPDATE, BATCH = "learner/0", "update", "batch"
+"""The pool with the steps, and the names of its spans that mark one: it ends where the next wait for a batch begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of one lane with a single state. Times are in seconds from the start of the window."""
+
+    state: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The states of each pool over some steps."""
+
+    first_step: int
+    last_step: int
+    duration_s: float
+    step_ends_s: list[float]
+    """The end of each step, in seconds from the start of the window."""
+    lanes: dict[str, list[Segment]]
+    waits_s: dict[str, float]
+    """Seconds when learner/0 did not compute, by the cause of the wait. The wait for a batch is split by the rollout
+    pools' states meanwhile: `batch/busy`, `batch/sync` and so on."""
+
+
+class TimelineFile:
+    """The spans of timeline.json so far. Thread-safe. A resume replaces the file, which is then read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._inode = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset = 0
+        self._spans: dict[int, list[Span]] = {}
+        """[pid] spans ordered by their start."""
+        self._pools: dict[int, str] = {}
+        self._is_complete = False
+        """Whether the run has ended and closed the file."""
+
+    def refresh(self) -> TimelineFile:
+        """Read the events that were added since the last call. Returns this object."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    self._read(file)
+            except OSError:
+                return self  # not written yet, or just being replaced
+            for spans in self._spans.values():
+                spans.sort(key=lambda span: span.start_s)
+        return self
+
+    def _read(self, file: IO[bytes]) -> None:
+        found = os.fstat(file.fileno())
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            self._inode = found.st_ino
+            self._forget()
+        file.seek(self._offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return  # half written
+            self._offset += len(line)
+            self._is_complete = line == b"]}\n"
+            if line.startswith((b'{"ph": "X"', b'{"ph": "M"')):
+                try:
+                    self._add(json.loads(line.rstrip(b",\n")))
+                except (ValueError, KeyError, TypeError):
+                    continue  # damaged: one event is missing in its lane
+
+    def _add(self, event: dict[str, Any]) -> None:
+        pid = int(event["pid"])
+        if event["ph"] == "M":
+            if event["name"] == "process_name":
+                self._pools[pid] = str(event["args"]["name"])
+            return
+        start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        name = "" if event["name"] == event["cat"] else str(event["name"])
+        self._spans.setdefault(pid, []).append(Span(str(pid), event["cat"], start_s, end_s, name))
+
+    def step_ends_s(self) -> list[float]:
+        """Return the end of each step that can be shown, in seconds on the clock of the file."""
+        with self._lock:
+            return self._shown_ends_s()
+
+    def _learner(self) -> list[Span]:
+        pid = next((pid for pid, pool in self._pools.items() if pool == LEARNER), -1)
+        return self._spans.get(pid, [])
+
+    def _shown_ends_s(self) -> list[float]:
+        """Return the end of each step for which the file has the states of all pools that still run."""
+        ends_s = step_ends_s(self._learner())
+        if self._is_complete or not ends_s:
+            return ends_s
+        known_s = [max(span.end_s for span in spans[-16:]) for spans in self._spans.values()]
+        oldest_s = ends_s[-min(len(ends_s), MAX_STEPS_BEHIND + 1)]
+        until_s = min((end_s for end_s in known_s if end_s >= oldest_s), default=0.0)
+        return ends_s[: bisect_right(ends_s, until_s)]
+
+    def window(self, first: int, last: int, number_of_first: int) -> Window | None:
+        """Return the lanes over the steps `first` to `last`, as far as the file has them; None if it has none of them.
+
+        Args:
+            number_of_first: the number of the first step in the file, which is 1 unless the run was resumed.
+        """
+        with self._lock:
+            ends_s = self._shown_ends_s()
+            first_index = max(0, first - number_of_first)
+            last_index = min(last - number_of_first, len(ends_s) - 1)
+            if last_index < first_index:
+                return None
+            learner = self._learner()
+            # Before the first update the pools start up, which takes much longer than a step.
+            first_update_s = next((span.start_s for span in learner if span.name == UPDATE), 0.0)
+            start_s, end_s = ends_s[first_index - 1] if first_index else first_update_s, ends_s[last_index]
+            spans = {
+                self._pools.get(pid, str(pid)): _between(each, start_s, end_s) for pid, each in self._spans.items()
+            }
+        segments = {pool: _segments(spans[pool], start_s, end_s) for pool in sorted(spans)}
+        rollout = [of_pool for pool, of_pool in segments.items() if pool.startswith("rollout")]
+        waiting = _between(learner, start_s, end_s)
+        return Window(
+            first_index + number_of_first, last_index + number_of_first, end_s - start_s,
+            [end - start_s for end in ends_s[first_index : last_index + 1]],
+            segments, _waits_s(waiting, start_s, end_s) | _batch_waits_s(waiting, rollout, start_s, end_s),
+        )  # fmt: skip
+
+
+def _between(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
+    before = bisect_left(spans, end_s, key=lambda span: span.start_s)
+    return [span for span in spans[:before] if span.end_s > start_s]
+
+
+def step_ends_s(learner: Sequence[Span]) -> list[float]:
+    """Return the end of each step in seconds: the end of the learner's last span before it waits for the next batch."""
+    ends_s: list[float] = []
+    has_trained, end_s = False, 0.0
+    for span in learner:
+        if span.name == BATCH and has_trained:
+            ends_s.append(end_s)
+            has_trained = False
+        has_trained = has_trained or span.name == UPDATE
+        end_s = max(end_s, span.end_s)
+    return [*ends_s, end_s] if has_trained else ends_s
+
+
+def _segments(spans: Sequence[Span], start_s: float, end_s: float) -> list[Segment]:
+    """Return the states of one pool over the window, without gap or overlap."""
+    starts_s = [span.start_s for span in spans]
+    segments: list[Segment] = []
+    for state, from_s, to_s in state_changes(spans, start_s, end_s):
+        middle_s = (from_s + to_s) / 2
+        near = spans[max(0, bisect_right(starts_s, middle_s) - 16) : bisect_right(starts_s, middle_s)]
+        name = next((s.name for s in reversed(near) if s.state == state and s.end_s > middle_s), "")
+        last = segments[-1] if segments else None
+        if last and (last.state, last.name) == (state, name):
+            segments[-1] = Segment(state, name, last.start_s, to_s - start_s)
+        else:
+            segments.append(Segment(state, name, from_s - start_s, to_s - start_s))
+    return segments
+
+
+def _waits_s(learner: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
+    """Return the seconds of the learner by activity, without updates and waits for a batch."""
+    waits_s: dict[str, float] = {}
+    rest_s = end_s - start_s
+    for span in learner:
+        seconds = min(span.end_s, end_s) - max(span.start_s, start_s)
+        rest_s -= seconds
+        if span.name not in (UPDATE, BATCH):
+            waits_s[span.name or span.state] = waits_s.get(span.name or span.state, 0.0) + seconds
+    return waits_s | ({"other": rest_s} if rest_s > 1e-6 else {})
+
+
+def _batch_waits_s(
+    learner: Sequence[Span], rollout: Sequence[Sequence[Segment]], start_s: float, end_s: float
+) -> dict[str, float]:
+    """Return the seconds of the learner's waits for a batch by `batch/STATE`: the mean over the rollout pools.
+
+    A wait while a lost rollout server was started again is `batch/restart`.
+    """
+    waits_s: dict[str, float] = {}
+    for span in learner:
+        if span.name != BATCH:
+            continue
+        first_s, last_s = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
+        for segments in rollout or [[Segment("other", "", 0.0, end_s - start_s)]]:
+            begin = bisect_right(segments, first_s, key=lambda segment: segment.end_s)
+            end = bisect_left(segments, last_s, key=lambda segment: segment.start_s)
+            for segment in segments[begin:end]:
+                seconds = min(segment.end_s, last_s) - max(segment.start_s, first_s)
+                key = f"{BATCH}/{RESTART if segment.name == RESTART else segment.state}"
+                waits_s[key] = waits_s.get(key, 0.0) + seconds / max(1, len(rollout))
+    return waits_s

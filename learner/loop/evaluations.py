@@ -1,0 +1,176 @@
+"""Decides on each learner rank which versions are evaluated beside training, and pushes them to evaluation servers."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from async_rl.base.config import Config, Limit
+from async_rl.base.errors import WaitTimeoutError
+from async_rl.base.messages.reports import EvaluationDue, EvaluationSkipped, ServersLost
+from async_rl.base.telemetry.timeline import Span, Timeline
+from async_rl.base.types import Batch
+from learner.loop.pusher import Pusher
+
+PATIENCE = 5
+"""A push to the evaluation servers, for which training waits, may take so many times as long as one to the others."""
+_REASONS = ("", "the evaluation before it is still running", "no evaluation server is up")
+"""The reasons for which a version is skipped, by the number that rank 0 broadcasts; 0: it is evaluated."""
+
+
+class Evaluations:
+    """The evaluations beside training, one at a time: a version that is due while one is going on is skipped, or where
+    its own evaluation may decide on a checkpoint, its push waits for the end of that one.
+
+    A version that is due is pushed to the evaluation servers, if there are any. Only they get that push, and only while
+    they are idle: so they serve one version as long as they answer. Without such servers the rollout servers evaluate
+    what they serve, and with eval.pin_version the next push waits for the end.
+
+    Args:
+        weights: pushes to the evaluation servers; None: there are none.
+    """
+
+    def __init__(self, config: Config, rank: int, timeline: Timeline, weights: Pusher | None):
+        self.schedule = EvalSchedule(config)
+        """Is told from other threads that an evaluation has ended."""
+        self.weights = weights
+        self._rank = rank
+        self._timeline = timeline
+        self._timeouts = config.timeouts
+        self._slowest_push_s = 0.0
+        self._holds_pushes = config.evaluations_hold_pushes
+        self._needs_evaluation_of = config.needs_evaluation_of
+        self._push_spans: list[Span] = []
+
+    def connect(self) -> list[ServersLost]:
+        """Prepare the pushes to the evaluation servers; returns the reports of those that died meanwhile."""
+        return self.weights.connect() if self.weights else []
+
+    def note_push(self, seconds: float) -> None:
+        """Note on rank 0 how long a push to the rollout servers took."""
+        self._slowest_push_s = max(self._slowest_push_s, seconds)
+
+    def make_due(self, version: int, batch: Batch | None) -> list[EvaluationDue | EvaluationSkipped | ServersLost]:
+        """Note that all rollout servers serve `version`; return the reports for the driver if it is due. Collective.
+
+        Args:
+            batch: a batch with which the first push to the evaluation servers is verified.
+        """
+        if not self.schedule.served(version):
+            return []
+        if reason := self._why_skipped():
+            return [EvaluationSkipped(version=version, reason=reason)]
+        if self.weights is None:
+            self.schedule.begin()
+            return [EvaluationDue(version=version)]
+        lost: list[ServersLost] = []
+        if version > 0:  # the servers have loaded version 0
+            self.weights.membership.limit = self._push_limit()
+            with self._timeline.span("sync", "eval push"), self.weights.averaged():
+                report, lost = self.weights.push(version, batch)
+            self._push_spans += report.spans
+        if not self.weights.servers:
+            return [*lost, EvaluationSkipped(version=version, reason=_REASONS[2])]
+        self.schedule.begin()
+        return [*lost, EvaluationDue(version=version, servers=self.weights.servers)]
+
+    def await_end(self, version: int) -> None:
+        """Wait on every rank until no evaluation holds the push of `version` back."""
+        if not (self._holds_pushes or (self.schedule.is_due(version) and self._needs_evaluation_of(version))):
+            return
+        with nullcontext() if self.schedule.is_idle else self._timeline.span("eval", "held push"):
+            if self._rank == 0:
+                self.schedule.wait()
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.weights:
+            self.weights.publisher.close()
+
+    def drain_spans(self) -> list[Span]:
+        """Return the pauses of the evaluation servers since the last call."""
+        spans, self._push_spans = self._push_spans, []
+        return spans
+
+    def _push_limit(self) -> Limit:
+        """Return how long a part of a push to the evaluation servers may take, before those that hang are lost."""
+        limit = self._timeouts.limit("push_s")
+        if not self._slowest_push_s:
+            return limit
+        slow = f"timeouts.silent_s, or {PATIENCE} times the slowest push to the rollout servers"
+        return min(limit, Limit(max(self._timeouts.silent_s, PATIENCE * self._slowest_push_s), slow))
+
+    def _why_skipped(self) -> str:
+        """Return on every rank why rank 0 can't have an evaluation made now; "": it can."""
+        number = 0
+        if self._rank == 0:
+            if not self.schedule.is_idle:
+                number = 1
+            elif self.weights and not self.weights.has_servers():
+                number = 2
+        shared = torch.tensor(number)
+        dist.broadcast(shared, 0)  # on the CPU, where waiting costs nothing
+        return _REASONS[int(shared)]
+
+
+class EvalSchedule:
+    """Decides on one learner rank when an evaluation is due. The driver reports its end here from another thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._eval = config.eval
+        self._timeout_s = config.timeouts.batch_s
+        self._push_every = config.weight_sync.every_steps
+        # Version 0 is due on evaluation servers; else the driver has it evaluated before training.
+        self._served = -1 if config.placement.eval.servers else 0
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def resume(self, version: int) -> None:
+        """Continue from `version`. An evaluation of this version that was due is due again: it may not have ended.
+
+        So the version served before it counts, which is the last multiple of weight_sync.every_steps below it.
+        """
+        self._served = (version - 1) // self._push_every * self._push_every
+
+    def served(self, version: int) -> bool:
+        """Record that every server serves `version`, and return whether an evaluation of this version is due.
+
+        It is due for the first version served at or after each multiple of eval.every_steps.
+        """
+        is_due, self._served = self.is_due(version), version
+        return is_due
+
+    def is_due(self, version: int) -> bool:
+        """Return whether an evaluation of `version` is due once every server serves it, as the next one."""
+        if self._eval.every_steps == 0 or self._eval.num_prompts == 0:
+            return False
+        return self._served // self._eval.every_steps < version // self._eval.every_steps
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no evaluation runs that began with `begin`."""
+        return self._idle.is_set()
+
+    def begin(self) -> None:
+        """Note, before the driver is told, that an evaluation runs until `ended` is called."""
+        self._idle.clear()
+
+    def ended(self) -> None:
+        """Note that the evaluation has ended, or that its result is not wanted any more."""
+        self._idle.set()
+
+    def wait(self) -> None:
+        """Wait until the running evaluation has ended.
+
+        Raises:
+            WaitTimeoutError: the evaluation did not end within timeouts.batch_s.
+        """
+        if not self._idle.wait(self._timeout_s):
+            raise WaitTimeoutError(
+                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.batch_s) for the held-out "
+                "evaluation before it, which has not ended. Make eval.num_prompts smaller or eval.every_steps larger, "
+                "or unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, watch.action"
+            )

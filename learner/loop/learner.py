@@ -1,0 +1,394 @@
+"""Runs the learner's loop: take a batch, train on it, push the new version, release the slots of its groups."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from async_rl.base.config import Config, RunConfig, TimeoutsConfig
+from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, lineage_of
+from async_rl.base.run_dir.unlogged_steps import RecentSteps
+from async_rl.base.telemetry.examples import choose_examples
+from async_rl.base.telemetry.metrics import Metric, reduce_metrics
+from async_rl.base.telemetry.nvml import GpuSampler
+from async_rl.base.telemetry.status import Status
+from async_rl.base.telemetry.timeline import Span, Timeline
+from async_rl.base.types import Batch
+from buffer.client import LearnerClient
+from buffer.protocol.wire import decode_batch
+from learner.loop.batches import NoBatch, ask_buffer, await_push, check_staleness, share_taken
+from learner.loop.checkpointing import Checkpointer
+from learner.loop.driver_requests import DriverRequests, GpuTurns, start_limit
+from learner.loop.evaluations import Evaluations
+from learner.loop.log_ratios import LogRatioRecorder
+from learner.loop.pusher import open_pushers
+from learner.loop.ranks import init_distributed
+from learner.loop.updater import Updater
+from learner.models.policy import due_folders, save_policy
+
+PAUSE = "pause"
+"""The name of the span of a learner that the watcher has paused."""
+_WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
+STEP_TIMES = {
+    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
+    "drain": "time/drain_s", "held push": "time/held_by_eval_s", "eval push": "time/eval_push_s",
+    PAUSE: "time/paused_s",
+}
+"""By name of a span, the metric that counts the span's seconds. The last four exist only if there was such a span."""
+
+
+class Learner:
+    """One rank of the learner, which `run` trains. Rank 0 alone talks to the buffer and to the rollout servers.
+
+    Args:
+        master_address, master_port: where rank 0 serves the rendezvous of all ranks.
+        engine_urls: URLs of all servers, in the order of config.server_names.
+        listener: rank 0's socket that listens at (master_address, master_port); None: it is opened here.
+
+    Raises:
+        ConfigError: the policy, critic, reference or reward model can't be loaded, or model.lora does not fit it.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, world_size: int, master_address: str, master_port: int, buffer_address: str,
+        engine_urls: list[str], listener: socket.socket | None = None,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.version = 0
+        device = init_distributed(config, rank, world_size, master_address, master_port, listener)
+        self._updater = Updater(config, device)
+        self._timeline = Timeline(f"learner/{rank}")
+        self._gpus = GpuSampler(f"learner/{rank}")
+        self._push_metrics: list[Metric] = []
+        self._push_spans: list[Span] = []
+        """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
+        pushers = open_pushers(config, self._updater, engine_urls, rank)
+        self.servers = {pool: pusher.membership for pool, pusher in pushers.items()}
+        """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
+        """
+        self.gpu_turns = GpuTurns()
+        self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
+        self._weights = pushers["rollout"]
+        self.evaluations = Evaluations(config, rank, self._timeline, pushers.get("eval"))
+        self.requests = DriverRequests()
+        self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
+        self._lineage = lineage_of(config.run_dir)
+        self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
+        self._saved_version = 0
+        self._served_version = 0
+        """The version that every live server serves."""
+        self._no_batch: NoBatch | None = None
+        """The reason, the same on every rank, why the run ends without another batch; None: it goes on."""
+        state = self._checkpointer.load(Path(config.run.resume)) if config.run.resume else None
+        if state:
+            self.version = self._saved_version = state.version
+            self.evaluations.schedule.resume(state.version)
+            self._updater.objective.restore(state.kl_coef)
+        trains_own_rows = rank % config.learner.sequence_parallel == 0  # else another rank records the same rows
+        records = config.buffer.journal and trains_own_rows
+        self._log_ratios = LogRatioRecorder(config, rank, state) if records else None
+
+    def stop(self) -> None:
+        """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
+        self.requests.stop()
+        self.evaluations.schedule.ended()
+
+    def run(self) -> Iterator[LearnerReport]:
+        """Train on the buffer's batches until the last step, a stop, or the end of the batches.
+
+        Yields StepDone after each step, and the events that the driver must act on. At the end the policy is saved in
+        run_dir/model; after `stop` there is only the checkpoint. A run cut short after its last step has only its end.
+
+        Raises:
+            StalenessError: a batch breaks the bound; nothing of it was trained on.
+            AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
+        """
+        config = self.config
+        if self.version < config.run.steps:  # connect: every server serves this version, and admission opens for it
+            yield from [*self._weights.connect(), *self.evaluations.connect()]
+            transport = config.weight_sync.transport_entry
+            if self.version > 0 or (transport and transport.connects_late):  # the servers have loaded version 0
+                yield from self._push()
+            self._release()
+            yield from self.evaluations.make_due(self.version, None)
+        else:
+            self._no_batch = NoBatch("ended")
+        is_last, start_s, first_step_end_s = False, time.monotonic(), 0.0
+        while not is_last:
+            # take: the next batch, or why there is none
+            taken = self._take()
+            if isinstance(taken, NoBatch):
+                if taken.why == "push wanted":
+                    yield from (yield from self._publish(None, is_last=False))
+                elif taken.why == "checkpoint wanted":
+                    self._checkpoint_on_request()
+                elif taken.why == "paused":
+                    self._wait_paused()
+                else:
+                    yield from self._end_early(taken)
+                    break
+                continue
+            if config.shares_gpus:
+                self._release_server_memory()
+
+            # check and update: one batch makes one new version
+            with self._timeline.span("busy", "update"):
+                batch, metrics = check_staleness(taken, self.version, config.staleness)
+                metrics += self._updater.update(batch, self._log_ratios)
+            self.version += 1
+            if self._log_ratios:
+                self._log_ratios.write(batch, self.version)
+            self._checkpointer.check()  # a failed write ends the run now, not when the next checkpoint is due
+            if self._client:
+                self._client.trained(self.version)
+            now_s = time.monotonic()
+            first_step_end_s = first_step_end_s or now_s  # run.seconds count from the end of the first step
+            is_last = self.version >= config.run.steps or _is_over(config.run, now_s - first_step_end_s)
+
+            # push, and begin the evaluation that is due
+            events: list[LearnerReport] = []
+            if is_last or self.version % config.weight_sync.every_steps == 0:
+                events = yield from self._publish(taken, is_last)
+            self.gpu_turns.end_step()
+
+            # checkpoint
+            if config.checkpoint.every_steps and (is_last or self.version % config.checkpoint.every_steps == 0):
+                self._keep_for_checkpoint(metrics, time.monotonic() - start_s)
+                metrics += self._checkpoint()
+            step_s = time.monotonic() - start_s
+            self._save(is_last=is_last)
+
+            # report
+            yield self._step_report(metrics, step_s)
+            yield from events
+            start_s = time.monotonic()
+        self._close()
+
+    def _take(self) -> Batch | NoBatch:
+        """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
+
+        `stop` ends the wait. A server that came back ends it too, because it needs a push: the batch may be waiting for
+        this server's groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
+        """
+        if self._no_batch:
+            return self._no_batch
+        taken = None
+        with self._timeline.span("wait_data", "batch"):
+            if self._client:
+                is_push_wanted = self._weights.membership.someone_waits
+                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, is_push_wanted)
+            taken = share_taken(taken)
+        return taken if isinstance(taken, NoBatch) else decode_batch(taken)
+
+    def _release_server_memory(self) -> None:
+        """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
+        self.evaluations.await_end(self.version + 1)
+        with self._timeline.span("wait_weights", "server start"):
+            self.gpu_turns.begin_step(start_limit(self.config.timeouts))
+            dist.barrier()
+        with self._timeline.span("sync", "release memory"):
+            if self.rank == 0:
+                self._weights.release_server_memory()
+            dist.barrier()
+
+    def _publish(self, batch: Batch | None, is_last: bool) -> Generator[LearnerReport, None, list[LearnerReport]]:
+        """Push the current version to every server, then open admission for it if it is new.
+
+        A new version first waits for an evaluation that holds pushes, then with on_update drain for the buffer; if the
+        run ends in that wait, `_take` says so. Yields the servers lost before groups may start with the version: one
+        that still lives would sample them from older weights. Returns the other reports for the driver.
+
+        Args:
+            batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.
+            is_last: it is the push after the last step, so admission stays shut.
+        """
+        is_new = self.version > self._served_version
+        if is_new:
+            self.evaluations.await_end(self.version)
+        if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
+            with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
+                self._no_batch = await_push(self._client, self.version, self.requests.why_no_batch)
+            if self._no_batch:
+                return []
+        yield from self._push(batch, is_last=is_last)
+        if is_last:  # no group may start any more
+            return []
+        if is_new:
+            self._release()
+        return [*self.evaluations.make_due(self.version, batch)]
+
+    def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:
+        """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`.
+
+        The last push brings the weights that are saved as the result of the run, which the driver has evaluated.
+        """
+        with self._timeline.span("sync", "push"), self._updater.averaged() if is_last else nullcontext():
+            report, lost = self._weights.push(self.version, batch)
+        self.evaluations.note_push(report.seconds)
+        self._push_spans += report.spans
+        self._push_metrics += [
+            Metric("time/push_s", report.seconds),
+            Metric("push/bytes", float(report.num_bytes), "sum"),
+            Metric("push/pause_s", report.pause_s),
+            *([Metric("push/changed_share", report.changed_share)] if self.config.weight_sync.delta else []),
+            *(Metric(f"version/{name}", float(self.version), "last") for name in self._weights.servers),
+            *([Metric("push/lost_servers", float(sum(len(each.servers) for each in lost)), "sum")] if lost else []),
+            *([Metric("push/repeats", float(report.num_repeats), "sum")] if report.num_repeats else []),
+        ]
+        return [*lost]
+
+    def _release(self) -> None:
+        """Tell the buffer that every server serves the current version, which frees the slots of trained groups."""
+        self._served_version = self.version
+        if self._client:
+            self._client.served(self.version)
+
+    def _step_report(self, metrics: list[Metric], step_s: float) -> StepDone:
+        measured, spans = self._measured()
+        report = StepDone(version=self.version, spans=spans, samples=self._gpus.drain())
+        if self.rank > 0:
+            return report
+        metrics = [*metrics, *measured, Metric("time/step_s", step_s), *step_times(spans)]
+        self._recent_steps.add(self.version, reduce_metrics(metrics))
+        examples = choose_examples(self._updater.trained) if self.config.logging.wandb != "disabled" else ()
+        return replace(report, metrics=tuple(metrics), examples=examples)
+
+    def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
+        """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""
+        if self.rank == 0:
+            self._push_spans[:0] = self._timeline.drain()
+            times = [Metric("time/step_s", step_s), *step_times(self._push_spans)]
+            self._recent_steps.add(self.version, reduce_metrics([*metrics, *self._push_metrics, *times]))
+
+    def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
+        """Return (metrics of the pushes, all timeline spans) since the last call."""
+        measured = self._push_metrics, (*self._push_spans, *self.evaluations.drain_spans(), *self._timeline.drain())
+        self._push_metrics, self._push_spans = [], []
+        return measured
+
+    def _end_early(self, no_batch: NoBatch) -> list[LearnerReport]:
+        """Save a checkpoint and, unless the user stopped the run, push and save the policy; return the reports."""
+        events, reason, is_stop = list[LearnerReport](), no_batch.reason, no_batch.why == "stopped"
+        if is_stop:
+            if self.version > self._saved_version:
+                self._checkpoint()
+            self._checkpointer.wait()
+            saved = f", checkpoint {checkpoint_folder(self.config.run_dir, self.version)}" if self.version else ""
+            reason = f"stopped at version {self.version}{saved}"
+        else:
+            if self.version > self._served_version or self.config.learner.ema_decay:
+                self.evaluations.await_end(self.version)
+                events = self._push(is_last=True)
+            if self.version > self._saved_version and self.config.checkpoint.every_steps:
+                self._checkpoint()
+            self._save(is_last=True)
+        measured, spans = self._measured()
+        told = tuple(measured if self.rank == 0 else ())
+        return [TrainingEnded(version=self.version, reason=reason, is_stop=is_stop, metrics=told, spans=spans), *events]
+
+    def status(self) -> Status:
+        """Return what this rank does now, and on whom it waits since when; may be called from any thread."""
+        evaluating = self.evaluations.weights
+        pushed_to = {"push": self._weights.servers, "eval push": evaluating.servers if evaluating else ()}
+        return rank_status(self.rank, self._timeline.now(), self.config.timeouts, pushed_to)
+
+    def _checkpoint(self) -> list[Metric]:
+        """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
+        start_s = time.monotonic()
+        with self._timeline.span("checkpoint", "copy"):
+            state = TrainingState(
+                version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
+                networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
+                buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
+            )
+            target = checkpoint_folder(self.config.run_dir, self.version)
+            self._checkpointer.save(target, state, self._recent_steps.text())
+        self._saved_version = self.version
+        return [
+            Metric("checkpoint/pause_s", time.monotonic() - start_s),
+            Metric("checkpoint/last_write_s", self._checkpointer.write_s),
+        ]
+
+    def _checkpoint_on_request(self) -> None:
+        """Start a checkpoint, unless there is one of this version; its metrics are reported with the next step."""
+        self.requests.saved()
+        if self.version > self._saved_version:
+            self._push_metrics += self._checkpoint()
+
+    def _wait_paused(self) -> None:
+        """Wait a few seconds at most for the end of the watcher's pause."""
+        with self._timeline.span("other", PAUSE):
+            if self.rank == 0:
+                self.requests.wait_paused()
+
+    def _save(self, *, is_last: bool) -> None:
+        """Save the policy in the folders that are due now: run_dir/models/step_N, and at the end run_dir/model."""
+        for target in due_folders(self.config, self.version, is_last=is_last):
+            with self._timeline.span("checkpoint", "save"), self._updater.averaged():
+                save_policy(self._updater.policy, Path(self.config.model.path), target, self.rank == 0)
+
+    def _close(self) -> None:
+        with self._timeline.span("checkpoint", "write"):
+            self._checkpointer.close()
+            if self._log_ratios:
+                self._log_ratios.close()
+        if self._client:
+            self._client.close()
+        self._weights.publisher.close()
+        self.evaluations.close()
+        self._gpus.close()
+        dist.destroy_process_group()
+
+
+def _is_over(run: RunConfig, elapsed_s: float) -> bool:
+    """Return on every rank whether rank 0 has reached run.seconds, after `elapsed_s`. Collective."""
+    if not run.seconds:
+        return False
+    is_over = torch.tensor(elapsed_s >= run.seconds)
+    dist.broadcast(is_over, 0)
+    return bool(is_over)
+
+
+def step_times(spans: Sequence[Span]) -> list[Metric]:
+    """Return the metrics named in STEP_TIMES: the seconds of a step that rank 0 waited, trained, pushed, and so on."""
+    seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
+    for span in spans:
+        if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):
+            seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+    return [Metric(key, value, "sum") for key, value in seconds.items()]
+
+
+def rank_status(
+    rank: int, now: tuple[str, str, float], timeouts: TimeoutsConfig, pushed_to: Mapping[str, Sequence[str]]
+) -> Status:
+    """Return the status of a learner rank.
+
+    Args:
+        now: the state of its timeline, the name of the span, and its start by time.monotonic().
+        pushed_to: the servers that get the weights, by the name of the push's span.
+    """
+    state, name, since_s = now
+    others = "buffer" if rank == 0 else "learner/0"
+    match state:
+        case "eval":
+            on = "the held-out evaluation"
+            return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.batch_s)
+        case "wait_data":
+            doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
+            return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
+        case "sync":
+            servers = pushed_to.get(name, pushed_to["push"])  # each may die in a push: it is repeated without that one
+            limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
+            return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
+    if name == PAUSE:
+        return Status(doing="is paused by the watcher", waits_on="a person: async-rl answer", since_s=since_s)
+    return Status(doing=_WORDS.get(state, state), since_s=since_s)

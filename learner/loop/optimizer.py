@@ -1,0 +1,371 @@
+"""Updates one network, with warm-up, gradient clipping and average weights. Non-finite numbers skip the step."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from async_rl.base.config import Config, LearnerConfig
+from async_rl.base.errors import AsyncRLError, ConfigError
+from learner.loop.optimizer_choice import check_sharded, open_optimizer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+SAMPLE = 1 << 20
+"""At about so many weights of a rank it is seen how far an update has moved them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The result of one optimizer step, the same on all ranks; the gradient's norm is that before clipping."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def check_finite(module: nn.Module, path: str) -> None:
+    """Raise ConfigError, which names the tensor, if a weight of `module`, loaded from `path`, is NaN or infinite."""
+    if name := non_finite(module):
+        raise ConfigError(
+            f"the weights in {path} are not finite: {name} holds NaN or infinity. Take an undamaged copy of the model"
+        )
+
+
+def non_finite(module: nn.Module) -> str:
+    """Return the name of a parameter that holds NaN or infinity, in this rank's shard if it is sharded, or ""."""
+    own = ((name, _local(parameter.detach())) for name, parameter in module.named_parameters())
+    # the norm needs no memory, isfinite almost twice a tensor's
+    return next((n for n, t in own if t.numel() and not torch.linalg.vector_norm(t, math.inf).isfinite()), "")
+
+
+def lr_decay(version: int, config: Config) -> float:
+    """Return the factor of all learning rates in the step that is made of `version`, see `decayed`."""
+    learner = config.learner
+    return decayed(version, config.run.steps, learner.lr_decay_fraction, learner.lr_decay, learner.lr_decay_to)
+
+
+def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:
+    """Return the learning rate's factor after `done` of `steps` steps: 1, over the last `fraction` falling to `end`.
+
+    Sources: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4; the cosine is from SGDR, arXiv 1608.03983,
+    equation 5.
+
+    Args:
+        shape: `linear` or `cosine`.
+    """
+    left = min(1.0, (steps - done) / max(1.0, fraction * steps)) if fraction else 1.0
+    return end + (1 - end) * ((1 - math.cos(math.pi * left)) / 2 if shape == "cosine" else left)
+
+
+class Optimizer:
+    """Updates the sharded `module` of one network, called `policy` or `critic`, by learner.optimizer, with clipping.
+
+    The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps). With learner.offload moments
+    AdamW's moments are in CPU memory; during a step one parameter's moments at a time are not. With `averages` and
+    learner.ema_decay there is a moving average of the weights.
+    """
+
+    def __init__(
+        self, network: str, module: nn.Module, lr: float, config: LearnerConfig, *, averages: bool = False
+    ) -> None:
+        self._network = network
+        self.module = module
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._offloads = config.offload == "moments"
+        parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
+        self._inner = [open_optimizer(config, part, lr) for part in parts]
+        self._given = self._numbers()
+        """The numbers in the groups of parameters before the first step: settings, which a resume may change."""
+        if not isinstance(self._inner[0], torch.optim.AdamW):
+            check_sharded(config, self._parameters)
+        self._inner_of: dict[Tensor, torch.optim.Optimizer] = {
+            parameter: inner for part, inner in zip(parts, self._inner, strict=True) for parameter in part
+        }
+        first = self._parameters[0]
+        self._device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+        self._copies = _copies(first)
+        self._slices = config.sequence_parallel
+        self._lr = lr
+        self._warmup_steps = config.warmup_steps
+        self._grad_clip = config.grad_clip
+        self._max_skipped = config.max_skipped_steps
+        self.steps = 0
+        """The number of steps taken, also before a resume."""
+        self._skipped_in_a_row = 0
+        self._begun = torch.empty(0)
+        self.average = WeightAverage(module, config.ema_decay) if averages and config.ema_decay else None
+
+    def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
+        """Clip the gradients, take a step if they and the loss are finite, and clear them. Collective.
+
+        Args:
+            loss: the part of the minibatch's loss that belongs to this rank's share of the batch, a scalar; the parts
+                of all shares add up to the loss.
+            decay: share of the learning rate from `lr_decay`.
+
+        Raises:
+            AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
+        """
+        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).to(loss.device)  # with learner.offload all it is on the CPU
+        squared = norm.double().square() / self._copies
+        totals = torch.stack([squared, loss.detach().double() / self._slices])
+        dist.all_reduce(totals)
+        squared_norm, total_loss = totals.tolist()
+        grad_norm = squared_norm**0.5
+        lr = self._lr * decay * min(1.0, (self.steps + 1) / max(1, self._warmup_steps))
+        finite = bool(torch.isfinite(totals).all())
+        if finite:
+            scale = self._grad_clip / (grad_norm + 1e-6)
+            if scale < 1:
+                torch._foreach_mul_(gradients, scale)
+            for inner in self._inner:
+                self._step_part(inner, lr)
+            self.steps += 1
+            if self.average:
+                self.average.update()
+        self.drop()
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == self._max_skipped:
+            raise AsyncRLError(
+                f"{self._network}: {self._max_skipped} optimizer steps in a row had no finite loss and "
+                f"gradient (loss {total_loss}, gradient norm {grad_norm}). Lower the learning rate, or use "
+                "model.dtype: float32."
+            )
+        return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
+
+    def drop(self) -> None:
+        """Drop the gradients: a step has used them, or none will, as a KL limit has ended the update of this batch."""
+        for inner in self._inner:
+            inner.zero_grad(set_to_none=True)
+
+    def largest_weight(self) -> Tensor:
+        """Return the largest magnitude of the weights in this rank's shards, a scalar; NaN if one of them is NaN."""
+        weights = [_local(p.detach()) for p in self._parameters]
+        norm = torch.nn.utils.get_total_norm([shard for shard in weights if shard.numel()], math.inf)
+        return norm.to(self._device)  # of empty or of offloaded shards it is in CPU memory
+
+    def begin(self) -> None:
+        """Begin an update, of one or more steps: `moved` tells how far it has gone."""
+        self._begun = self._sampled()
+
+    def moved(self) -> Tensor:
+        """Return [sum of squared moves since `begin`, number of weights] over some weights of this rank. [2]"""
+        change = (self._sampled() - self._begun).to(self._device).double()
+        return torch.stack([change.square().sum(), torch.full_like(change.sum(), change.numel())])
+
+    def _sampled(self) -> Tensor:
+        """Return a copy of some of the weights in this rank's shards, evenly spread."""
+        shards = [_local(p.detach()).reshape(-1) for p in self._parameters]
+        stride = max(1, sum(shard.numel() for shard in shards) // SAMPLE)
+        return torch.cat([shard[::stride] for shard in shards])
+
+    def counts(self) -> dict[str, float]:
+        """Return the numbers that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}.
+
+        With them are those that the optimizer itself counts or estimates for a group of parameters, as some do.
+        """
+        own = {key: number for key, number in self._numbers().items() if number != self._given[key]}
+        return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, **own}
+
+    def set_counts(self, counts: Mapping[str, float]) -> None:
+        self.steps, self._skipped_in_a_row = int(counts["steps"]), int(counts["skipped_in_a_row"])
+        for key, group, name in self._entries():
+            if key in counts:
+                group[name] = type(group[name])(counts[key])
+
+    def _numbers(self) -> dict[str, float]:
+        return {key: group[name] for key, group, name in self._entries()}
+
+    def _entries(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield (key, group, name) of each number of each group of parameters, but for the learning rate."""
+        for index, group in enumerate(group for inner in self._inner for group in inner.param_groups):
+            for name, value in group.items():
+                if name != "lr" and isinstance(value, int | float):
+                    yield f"{index}.{name}", group, name
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the optimizer's own tensors for a parameter, not copies, and its numbers as tensors.
+
+        AdamW's are zeros before the first step; other optimizers make theirs in it.
+        """
+        inner = self._inner_of[parameter]
+        state = inner.state[parameter]
+        if not state and isinstance(inner, torch.optim.AdamW):
+            state["step"] = torch.zeros((), device=parameter.device)
+            for moment in _MOMENTS:
+                state[moment] = _zeros_on_cpu(parameter) if self._offloads else torch.zeros_like(parameter.detach())
+            if inner.param_groups[0]["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        return {
+            key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            for key, value in state.items() if isinstance(value, (Tensor, int, float))
+        }
+
+    def make_state(self) -> None:
+        """Make the state of all parameters, to be loaded into, by a step without gradient and learning rate.
+
+        Weights must be loaded after it, as some optimizers move them also by such a step.
+        """
+        for inner in self._inner:
+            if isinstance(inner, torch.optim.AdamW):
+                continue
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            _set_lr(inner, 0.0)
+            inner.step()
+        self.drop()
+
+    def set_numbers(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Set the numbers in the optimizer's state of a parameter; its tensors were loaded in place."""
+        own = self._inner_of[parameter].state[parameter]
+        for key, value in own.items():
+            if isinstance(value, (int, float)):
+                own[key] = type(value)(state[key].item())
+
+    def _step_part(self, inner: torch.optim.Optimizer, lr: float) -> None:
+        """Take a step with the parameters of one optimizer, whose moments are on their device meanwhile."""
+        _set_lr(inner, lr)
+        if not self._offloads:
+            inner.step()
+            return
+        (parameter,) = inner.param_groups[0]["params"]
+        if parameter.grad is None:
+            return
+        self.state_of(parameter)  # makes it before the first step
+        state = inner.state[parameter]
+        kept = {moment: state[moment] for moment in _MOMENTS}
+        state |= {moment: tensor.to(self._device, non_blocking=True) for moment, tensor in kept.items()}
+        inner.step()
+        for moment, tensor in kept.items():
+            tensor.copy_(state[moment])
+        state |= kept
+
+
+def _set_lr(inner: torch.optim.Optimizer, lr: float) -> None:
+    for group in inner.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's compiled steps hold it
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _zeros_on_cpu(parameter: Tensor) -> Tensor:
+    """Return zeros of a parameter's shape and sharding in CPU memory; it is pinned where the parameter is on a GPU."""
+    if parameter.device.type != "cuda":
+        return torch.zeros_like(parameter.detach(), device="cpu")
+    pinned = pinned_zeros(_local(parameter.detach()).shape, parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return pinned
+    zeros = torch.zeros_like(parameter.detach(), device="cpu")
+    zeros._local_tensor = pinned  # type: ignore[attr-defined] # DTensor.from_local would copy it to the mesh's device
+    return zeros
+
+
+def _copies(parameter: Tensor) -> int:
+    """Return the number of ranks that hold the same shard of a parameter as this rank."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WeightAverage:
+    """An exponential moving average of the trained weights of a module, sharded and placed as they are.
+
+        average = decay * average + (1 - decay) * weights    after each optimizer step
+
+    It starts as the weights themselves. Source: Polyak averaging, as in Mean Teacher, arXiv 1703.01780, equation 1.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._module = module
+        self._decay = decay
+        self._weights = [p for p in module.parameters() if p.requires_grad]
+        self._averages: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self._weights}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return the average of a parameter; not a copy."""
+        return self._averages[parameter]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after an optimizer step."""
+        for weight, average in self._pairs():
+            average.lerp_(weight, 1 - self._decay)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin a new average with these weights alone."""
+        for weight, average in self._pairs():
+            average.copy_(weight)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the `with` block the module has the averages as its weights. Every rank must enter and leave it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if isinstance(self._module, FSDPModule):
+            self._module.reshard()  # a forward pass without a backward leaves the root's parameters gathered
+        for weight, average in self._pairs():
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (this rank's shard of a weight, this rank's shard of its average)."""
+        for weight, average in self._averages.items():
+            yield _shard(weight.detach()), _shard(average)
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pinned_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros in CPU memory that is registered with CUDA until the tensor and all views of it are gone.
+
+    It has pages of its own. In pages of malloc, a tensor that shares the first or last of them would be half
+    registered, and so would one that gets the memory next, if it were freed and stayed registered: CUDA refuses to copy
+    those ("invalid argument"). torch's own pinned memory is rounded up to powers of two, up to twice the bytes.
+    """
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes)
+    owner = np.frombuffer(memory, np.uint8)
+    address = owner.ctypes.data
+    cuda = torch.cuda.cudart()
+    torch.cuda.check_error(int(cuda.cudaHostRegister(address, num_bytes, 0)))
+    # A weak reference of the array is called before the array lets go of the memory; at exit all of it is let go.
+    weakref.finalize(owner, _unregister, memory, address).atexit = False
+    return torch.from_numpy(owner).view(dtype).view(tuple(shape))
+
+
+def _unregister(memory: mmap.mmap, address: int) -> None:
+    """Unregister `memory`, whose reference keeps it mapped until then. Copies under way have to end first."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)

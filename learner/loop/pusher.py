@@ -1,0 +1,167 @@
+"""Pushes the learner's weights to every live server, and verifies the first push.
+
+A verified push checks two things: the server has loaded every weight, and its logprobs are the learner's. Logprobs
+alone would not show weights that one step has hardly moved, or experts to which no token was sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_rl.base.config import Config
+from async_rl.base.messages.reports import ServersLost
+from async_rl.base.types import Batch
+from async_rl.base.weights import PushReport, WeightPublisher, open_publisher
+from async_rl.base.weights.publisher import Tolerance
+from learner.loop.updater import Updater
+from learner.models.lora import AdapterParcels
+from learner.models.policy import adapter_parcels, full_parameters
+
+_log = logging.getLogger(__name__)
+
+VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.3, 3.0)}
+"""The tolerance of the comparison by compute type. In bfloat16 learner and server round differently: with equal weights
+the mean difference of real small models is up to 0.1, and logits near 20 are rounded to an eighth. Wrong weights differ
+by whole nats."""
+VERIFY_TOKENS = 32
+
+
+class Pusher:
+    """Pushes the policy's weights to the servers of one pool. All ranks call `push`.
+
+    Only rank 0 talks to servers and has measurements.
+    """
+
+    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher) -> None:
+        self._updater = updater
+        self.publisher = publisher
+        self._adapters = (
+            AdapterParcels(updater.policy.lm, updater.dtype) if config.weight_sync.lora == "adapter" else None
+        )
+        self.membership = publisher.members
+        """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
+        self._is_verified = not config.weight_sync.verify
+        self._may_erase = not config.rollout.server_url
+        """Whether servers may be filled with NaN. A server that the run did not start may serve others."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The names of the servers that get the next push. Other ranks than 0 know the servers of the start."""
+        return self.membership.names
+
+    def has_servers(self) -> bool:
+        """Apply deaths and returns of servers (rank 0). Returns False if no server is left."""
+        self.membership.apply_reports()
+        return bool(self.membership)
+
+    def release_server_memory(self) -> None:
+        """Make every server, also one that came back, give its GPU memory to the learner until the next push."""
+        self.publisher.release_server_memory()
+
+    def connect(self) -> list[ServersLost]:
+        """Connect to the servers, so that unreachable servers are known before the first step.
+
+        Returns the reports of servers that died while the learner started: the driver restarts them.
+
+        Raises:
+            WeightSyncError, WaitTimeoutError: a live server refused, or did not join.
+        """
+        lost: list[ServersLost] = []
+        while (report := self.publisher.connect()).has_failed:
+            lost += _losses(report)
+        return lost
+
+    def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
+        """Push the policy as `version`; return the report of the push and the reports of servers that died. Collective.
+
+        If servers died, the push is repeated without them, even if none is left: the driver restarts them. If the
+        report says `repeats`, it is repeated with the same servers.
+
+        Args:
+            batch: the first push after which a server lives is verified with a row of this batch. None: no push is
+                verified. Servers that join later are not compared.
+
+        Raises:
+            WeightSyncError, WaitTimeoutError: a live server refused, did not answer, or does not serve the learner's
+                weights.
+        """
+        # before the push, after which servers in turns have the memory that a forward pass needs
+        probe = self._probe(batch) if batch and not self._is_verified else None
+        lost: list[ServersLost] = []
+        num_repeats = 0
+        erases = self._may_erase and not self._is_verified
+        while True:
+            report = self.publisher.push(self._weights(), version, erases=erases)
+            lost += _losses(report)
+            failed = torch.tensor(report.has_failed)
+            dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
+            if not failed:
+                break
+            if report.repeats:
+                num_repeats += 1
+                _log.warning("The push of version %d is repeated: %s", version, report.cause)
+        if probe:
+            self._verify(*probe)
+        return replace(report, num_repeats=num_repeats), lost
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context: inside, pushes bring the average weights if learner.ema_decay is set. Collective."""
+        return self._updater.averaged()
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._adapters is not None:
+            return adapter_parcels(self._updater.policy, self._adapters)
+        return full_parameters(self._updater.policy, self._updater.dtype)
+
+    def _probe(self, batch: Batch) -> tuple[list[int], list[float]]:
+        """Return (the first tokens of a row, the learner's logprobs of them). Collective.
+
+        The pass leaves the root's parameters gathered; `_weights` frees them before the servers get memory.
+        """
+        group = batch.groups[0]
+        tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
+        return tokens, self._updater.probe_logprobs(tokens)
+
+    def _verify(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Compare every server's logprobs of the tokens with the learner's, if any server is left. Collective.
+
+        Raises:
+            WeightSyncError: a server does not serve the learner's weights.
+        """
+        is_verified = torch.tensor(
+            self.publisher.rank == 0
+            and bool(self.membership)
+            and self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
+        )
+        dist.broadcast(is_verified, 0)
+        self._is_verified = bool(is_verified)
+
+
+def _losses(report: PushReport) -> list[ServersLost]:
+    if not report.lost:
+        return []
+    return [ServersLost(servers=tuple((member.name, member.url) for member in report.lost), cause=report.cause)]
+
+
+def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], rank: int) -> dict[str, Pusher]:
+    """Return the Pusher of each pool that has servers: `rollout` and, with placement.eval.servers, `eval`.
+
+    Args:
+        engine_urls: the URLs of all servers, in the order of config.server_names.
+    """
+    count = config.placement.rollout.servers
+    urls = {"rollout": [*engine_urls[:count]], "eval": [*engine_urls[count:]]}
+    pushers = {
+        pool: Pusher(config, updater, open_publisher(config, of_pool, rank, updater.device, pool))
+        for pool, of_pool in urls.items() if of_pool
+    }  # fmt: skip
+    if "eval" in pushers:
+        pushers["eval"].publisher.loses_slow_servers = True  # training continues without them
+    return pushers

@@ -1,0 +1,342 @@
+"""One batch becomes one new policy version. `Updater.update` is the whole step, from top to bottom:
+
+    advantages      algorithms/token_advantages.py  rewards of whole groups -> an advantage for each response token
+    pack            packing/                        rows -> rows, micro-batches and minibatches of this rank
+    at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
+    prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
+    for each minibatch:
+        forward, loss, backward   models/, algorithms/objective.py; pretraining.py for text beside the answers
+        step                      optimizer.py
+    metrics         algorithms/diagnostics.py
+
+A loss is a sum over trained tokens, divided by a number that belongs to the minibatch of all ranks. So the gradient
+does not depend on how a minibatch is split into ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_rl.base.config import Config
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.models_and_data.model_folder import forbidden_tokens, policy_lr
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.types import Batch, FloatArray
+from async_rl.base.weights.transport import serving_dtype
+from learner.algorithms.corrections import log_ratios, step_scale, weight_sums
+from learner.algorithms.diagnostics import (
+    MetricAccumulator,
+    Totals,
+    batch_metrics,
+    explained_variance,
+    rule_metrics,
+    token_metrics,
+)
+from learner.algorithms.losses import kl_k3
+from learner.algorithms.objective import Objective
+from learner.algorithms.token_advantages import batch_advantages
+from learner.loop.log_ratios import LogRatioRecorder
+from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
+from learner.loop.ranks import open_ranks
+from learner.memory.plan import with_checkpointing
+from learner.models.network import open_critic
+from learner.models.policy import Reference, layout_of, open_policy, shard
+from learner.models.reward_model import RewardModel
+from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
+from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
+from learner.stages.pretraining import PretrainingTerm, ptx_metrics
+
+
+class Updater:
+    """Trains the networks of one learner rank. Every rank gets the same batch and trains on its share of it.
+
+    The ranks of a sequence group, see learner.sequence_parallel, have the same share and get the same losses and sums.
+
+    torch.distributed's default group must exist.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config = with_checkpointing(config, device)
+        self.objective = Objective(config)
+        self.device = device
+        torch.manual_seed(config.run.seed)
+        self.dtype = dtype = serving_dtype(config, device.type)
+        """The type of activations, and of the weights that servers get."""
+        self.ranks = ranks = open_ranks(config, device)
+        self.policy = open_policy(config.model, dtype)
+        self.policy.forbidden = forbidden_tokens(config)
+        offloads = config.learner.offload == "all"
+        shard(self.policy, ranks, config.learner, offloads)
+        self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
+        lr = policy_lr(config) / config.watch.kl_factor
+        self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
+        """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
+        lms = [self.policy.lm]
+        self._reference = None
+        if self.objective.needs_reference:
+            self._reference = Reference(config, self.policy, dtype, ranks)
+            lms.append(self._reference.lm)
+        self.critic = None
+        if self.objective.advantage.needs_critic:
+            self.critic = open_critic(config, dtype)
+            shard(self.critic, ranks, config.learner, offloads)
+            self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
+            lms.append(self.critic.lm)
+        self._layout = layout_of(lms)
+        self.pretraining = None
+        if config.algorithm.ptx_coef:
+            layout = layout_of([self.policy.lm])
+            self.pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
+
+    def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
+        """Train on `batch`, and return the metrics of all ranks together. Collective. `trained` is then the batch with
+        the rewards that it was trained with.
+
+        Args:
+            recorder: gets the logprobs of every pass.
+
+        Raises:
+            AsyncRLError: learner.max_skipped_steps optimizer steps in a row had no finite numbers, or weights became
+                infinite or NaN.
+        """
+        algorithm = self.config.algorithm
+        metrics: list[Metric] = []
+        if self._reward_model:
+            rule = batch
+            batch = self._reward_model.score(rule)
+            metrics += rule_metrics(rule, batch, is_gold=self.config.reward_model.leaves_task_out)
+
+        self.trained = batch
+        advantages = batch_advantages(self.config, batch)
+        minibatches = self.at_step_start(self.pack(batch, advantages))
+        minibatches = self.objective.prepare(minibatches)  # what depends on all tokens of the batch
+
+        sums = MetricAccumulator(copies=self.config.learner.sequence_parallel)
+        for optimizer in self.optimizers.values():
+            optimizer.begin()
+        steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
+        decay = lr_decay(batch.version, self.config)
+        trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
+        is_skipped, is_stopped, scale = False, False, 1.0
+        for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
+            losses, logprobs = self.forward_backward(minibatch, sums, trains_policy, is_first_epoch=epoch == 0)
+            if recorder:
+                recorder.add(minibatch, logprobs, self.objective.proximal)
+            if algorithm.skip_batch_kl and not any(steps.values()):
+                is_skipped = self._kl_behaviour_proximal(minibatches, logprobs) > algorithm.skip_batch_kl
+            if is_skipped:
+                break
+            if self.config.learner.lr_by_ess != "off" and not any(steps.values()):
+                scale = self._lr_scale(minibatches, logprobs)
+            if algorithm.early_stop_kl and trains_policy:
+                proximal = [micro.proximal for micro in minibatch.micro_batches]
+                is_stopped = self._mean_kl([minibatch], proximal, logprobs) > algorithm.early_stop_kl
+                trains_policy = not is_stopped
+            if self.critic is not None:
+                steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
+            if trains_policy:
+                if self.pretraining:
+                    losses["policy"] += self.pretraining.backward(self.optimizers["policy"].steps, sums)
+                steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
+            elif self.critic is None:
+                break
+        totals = self._totals(sums)
+        metrics += [*batch_metrics(batch), *token_metrics(totals), *ptx_metrics(totals)]
+        metrics += self.objective.finish(totals, batch, has_trained_policy=bool(steps["policy"]))
+        metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken, totals)]
+        if self.critic is not None:
+            metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
+        return metrics + self._limit_metrics(scale, is_skipped, is_stopped)
+
+    def _limit_metrics(self, scale: float, is_skipped: bool, is_stopped: bool) -> list[Metric]:
+        """Return the metrics of those limits of a step that are switched on."""
+        algorithm, metrics = self.config.algorithm, []
+        if self.config.learner.lr_by_ess != "off":
+            metrics.append(Metric("policy/lr_scale", scale))
+        if algorithm.skip_batch_kl:
+            metrics.append(Metric("policy/skipped_batches", float(is_skipped), "sum"))
+        if algorithm.early_stop_kl:
+            metrics.append(Metric("policy/early_stops", float(is_stopped), "sum"))
+        return metrics
+
+    def _totals(self, sums: MetricAccumulator) -> Totals:
+        """Return the sums of all ranks, once the optimizers have ended the update and their weights are finite."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.drop()  # gradients that no step has used
+            sums.add(**{f"{name}_weights": optimizer.largest_weight(), f"{name}_moved": optimizer.moved()})
+        totals = sums.reduce()
+        for name, optimizer in self.optimizers.items():
+            if not np.isfinite(totals[f"{name}_weights"]):
+                tensor = non_finite(optimizer.module) or "a tensor of another rank"
+                lr = "learner.lr" if name == "policy" else "critic.lr"
+                raise AsyncRLError(
+                    f"{name}: weights are not finite after the optimizer's steps: {tensor} holds NaN or infinity. "
+                    f"Lower {lr}, and resume from the newest checkpoint"
+                )
+        return totals
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context that gives the policy its average weights, if learner.ema_decay is set. Collective."""
+        average = self.optimizers["policy"].average
+        return average.in_place() if average else nullcontext()
+
+    def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
+        """Return the micro-batches of every minibatch for this rank's share.
+
+        Args:
+            advantages: [group][row], [T] each.
+        """
+        config = self.config
+        rng = np.random.default_rng((config.run.seed, batch.version))
+        budget, ranks = config.learner.max_tokens_per_forward, self.ranks
+        minibatches = []
+        for pairs in split_minibatches(batch.groups, config.algorithm.num_minibatches, rng):
+            pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // ranks.shares), self._layout)
+            cuts = plan_microbatches(pieces, ranks.shares, budget, self._layout)[ranks.share]
+            filler = [[min(pieces, key=lambda piece: piece.length)]]  # for a rank with fewer micro-batches
+            num_tokens = sum(int(batch.groups[g].rows[i].mask.sum()) for g, i in pairs)
+            micro_batches = tuple(
+                collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
+            )
+            normaliser = self.objective.normaliser(batch.groups, pairs)
+            minibatches.append(MiniBatch(micro_batches, max(1, num_tokens), normaliser))
+        return minibatches
+
+    @torch.no_grad()
+    def at_step_start(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
+        """Return the minibatches with those proximal logprobs, values and reference logprobs that the objective needs
+        before the first optimizer step. Collective.
+        """
+        objective, critic, reference = self.objective, self.critic, self._reference
+
+        def started(micro: MicroBatch) -> MicroBatch:
+            trained, inputs = micro.response.trained, micro.inputs
+            return replace(
+                micro,
+                proximal=torch.where(trained, self.policy(inputs)[0], 0.0) if objective.computes_proximal else None,
+                values=critic(inputs) if critic is not None and objective.computes_values else None,
+                reference=torch.where(trained, reference.logprobs(inputs), 0.0) if reference else None,
+            )
+
+        return [replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches]
+
+    def forward_backward(
+        self, minibatch: MiniBatch, sums: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Run forward, loss and backward for every micro-batch, adding up the gradients of a minibatch. Collective.
+
+        Returns this rank's part of the loss of `policy` and `critic`, and the learner logprobs [N] of each micro-batch.
+        """
+        totals = {name: torch.zeros((), device=self.device) for name in ("policy", "critic")}
+        all_logprobs = []
+        for micro in minibatch.micro_batches:
+            values = None if self.critic is None else self.critic(micro.inputs)
+            if values is not None and self.objective.trains_critic_first:  # then its activations are free again
+                self._add_gradients(self.objective.critic_loss(micro, values) / minibatch.num_tokens)
+                values = values.detach()
+            with torch.set_grad_enabled(trains_policy):
+                logprobs, entropy = self.policy(micro.inputs)
+            losses = self.objective.losses(minibatch, micro, logprobs, entropy, values)
+            self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch)
+            if losses.critic is not None:
+                loss = losses.critic / minibatch.num_tokens
+                if loss.requires_grad:
+                    self._add_gradients(loss)
+                totals["critic"] += loss.detach()
+            loss = losses.policy / minibatch.normaliser
+            if trains_policy:
+                self._add_gradients(loss)
+            totals["policy"] += loss.detach()
+            all_logprobs.append(logprobs.detach())
+        return totals, all_logprobs
+
+    def _add_gradients(self, loss: Tensor) -> None:
+        """Add the gradients of this rank's part of a loss. FSDP averages them over ranks, so that their sum over the
+        shares of the batch takes a factor.
+        """
+        (loss * self.ranks.shares).backward()
+
+    def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
+        """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective."""
+        behaviour = [micro.response.behaviour for minibatch in minibatches for micro in minibatch.micro_batches]
+        return self._mean_kl(minibatches, behaviour, self._proximal(minibatches, logprobs))
+
+    def _lr_scale(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
+        """Return the share of the policy's learning rate that the batch gets by learner.lr_by_ess. Collective."""
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for micro, proximal in zip(micro_batches, self._proximal(minibatches, logprobs), strict=True):
+            log_rho = log_ratios(proximal, micro.response.behaviour, micro.response.trained)
+            sums += weight_sums(log_rho, micro.response, self.config.learner.lr_by_ess == "sequence")
+        dist.all_reduce(sums)  # several ranks may add the same numbers, but only ratios of the sums count
+        return step_scale(*sums.tolist())
+
+    def _proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the proximal logprobs [N] of each micro-batch of the batch.
+
+        `logprobs` are the learner logprobs of the first forward pass with gradient. They are the proximal logprobs if
+        none were computed at the start of the step; the batch then is one minibatch.
+        """
+        if not self.objective.computes_proximal:
+            return list(logprobs)
+        found = [micro.proximal for minibatch in minibatches for micro in minibatch.micro_batches]
+        return [proximal for proximal in found if proximal is not None]
+
+    def _mean_kl(
+        self, minibatches: Sequence[MiniBatch], p: Sequence[Tensor | None], q: Sequence[Tensor | None]
+    ) -> float:
+        """Return the mean of KL(p || q) over the trained tokens of all ranks, in nats a token. Collective.
+
+        It is the k3 estimate. `p` and `q` hold the logprobs [N] of each micro-batch under the two policies. A NaN of a
+        trained token makes the result NaN, which exceeds no limit; the optimizer then skips the step.
+        """
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro, of_p, of_q in zip(micro_batches, p, q, strict=True):
+            assert of_p is not None and of_q is not None
+            total += torch.where(micro.response.trained, kl_k3(of_p, of_q), 0.0).double().sum()
+        dist.all_reduce(total)
+        tokens = sum(minibatch.num_tokens for minibatch in minibatches)
+        return float(total) / self.config.learner.sequence_parallel / tokens
+
+    @torch.no_grad()
+    def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i at temperature 1, to verify servers. Collective."""
+        ids = torch.tensor([tokens], device=self.device)
+        count = len(tokens) - 1
+        inputs = ForwardInputs(
+            tokens=ids, segments=None, positions=None, where=torch.arange(count, device=self.device),
+            targets=ids[0, 1:], temperature=torch.ones(count, device=self.device),
+        )
+        with self.policy.over_all_tokens():  # as servers score texts
+            logprobs: list[float] = self.policy(inputs)[0].tolist()
+        return logprobs
+
+
+def _step_metrics(network: str, steps: Sequence[OptimizerStep], totals: Totals) -> list[Metric]:
+    """Return the metrics of the optimizer steps that `network` took on one batch; [] without steps.
+
+    They are the last learning rate, the number of skipped steps, the mean loss and gradient norm of the others, and how
+    far all of them have moved a weight, as a root mean square.
+    """
+    if not steps:
+        return []
+    done = [step for step in steps if not step.skipped]
+    squares, count = totals[f"{network}_moved"]
+    metrics = [
+        Metric(f"{network}/lr", steps[-1].lr, "last"),
+        Metric(f"{network}/weight_change", float(np.sqrt(squares / count))),
+        Metric(f"{network}/skipped_steps", float(len(steps) - len(done)), "sum"),
+    ]
+    if done:
+        metrics.append(Metric(f"{network}/loss", sum(step.loss for step in done) / len(done)))
+        metrics.append(Metric(f"{network}/grad_norm", sum(step.grad_norm for step in done) / len(done)))
+    return metrics

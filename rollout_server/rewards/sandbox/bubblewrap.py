@@ -1,0 +1,337 @@
+"""Runs programs of others in bubblewrap: no network, no files but libraries, limited resources, a deadline.
+
+    with Bubblewrap().open(setup) as run:           one sandbox with one interpreter, for one answer
+        ended = run(program, stdin, RunLimits())    a process of its own for each test, forked in there
+
+The interpreter starts with the first run. If it dies, the run is tried once more in another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import IO, Protocol
+
+from async_rl.base.errors import AsyncRLError, ConfigError
+
+START_TIMEOUT_S = 60.0
+MARGIN_S = 5.0
+"""A reward's time limit must be so much longer than the limit of its runs."""
+CLOSE_S = 1.0
+"""How long a sandbox may take to end by itself."""
+GRACE_S = MARGIN_S - CLOSE_S
+"""How long after the deadline of a run its reply may come. A run without one still ends within MARGIN_S."""
+FIRST_UID, NUM_UIDS = 60000, 4096
+"""The users of programs where root runs the worker, as root is exempt from the limit of processes."""
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+}  # fmt: skip
+_LINE = 64
+"""The bytes of the first line of a reply."""
+_INTERPRETER = Path(__file__).with_name("interpreter.py")
+_FLAGS = (
+    "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
+    "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1", "--new-session", "--ro-bind", "/usr", "/usr",
+    "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--symlink", "usr/bin", "/bin",
+    "--ro-bind-try", "/etc/alternatives", "/etc/alternatives", "--ro-bind-try", "/etc/localtime", "/etc/localtime",
+    "--size", str(32 << 20), "--tmpfs", "/tmp", "--chdir", "/tmp",
+)  # fmt: skip
+_DEVICES = ("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom")
+"""All that Python needs; some containers do not allow a new /proc and /dev."""
+_DEVICES_OF_COMMANDS = ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
+_ASK = """
+import marshal, os, site, sys
+print(marshal.dumps(compile(sys.stdin.read(), "interpreter.py", "exec")).hex())
+print(os.path.realpath(sys.executable), sys.base_prefix, *site.getsitepackages(), sep="\\n")
+"""
+THREE_WAYS = (
+    "Either allow user namespaces (sysctl user.max_user_namespaces; in Docker --security-opt seccomp=unconfined) and "
+    "install bubblewrap 0.8 or newer (apt-get install bubblewrap), or set task.sandbox.url to a service that speaks "
+    "SandboxFusion's API, or set task.sandbox.kind: none if you trust the programs: they then run as this user, with "
+    "files and network"
+)
+"""The ways to run programs where bubblewrap can't."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """The limits of one program."""
+
+    wall_s: float = 6.0
+    cpu_s: float = 5.0
+    memory_bytes: int = 512 << 20
+    """The memory of each of its processes."""
+    output_bytes: int = 1 << 20
+    """The most bytes of its output, of its errors, and of each file."""
+    processes: int = 16
+    """The most processes and threads."""
+
+
+DEFAULT_LIMITS = RunLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a program ended."""
+
+    exit_code: int
+    """Below 0: the signal that ended it."""
+    output: str
+    errors: str
+    is_late: bool
+    """Whether it was killed at its deadline."""
+    cpu_s: float = 0.0
+
+
+class SandboxDiedError(AsyncRLError):
+    """A sandbox has not started or has died, also a second time."""
+
+
+class RunProgram(Protocol):
+    """Runs one program with an input; thread-safe only by one sandbox for each thread."""
+
+    def __call__(self, program: str, stdin: str = "", limits: RunLimits = ...) -> Ended:
+        """Raises SandboxDiedError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubblewrap:
+    """Starts sandboxes.
+
+    Args:
+        python: the Python of the programs; empty: see `_python`.
+        command: for other languages, the command that runs a file.
+        libraries: more folders to import from.
+        is_contained: use bubblewrap. Otherwise programs have all rights of this user; time, memory and output are
+            limited all the same.
+    """
+
+    python: str = ""
+    command: Sequence[str] = ()
+    libraries: Sequence[str] = ()
+    is_contained: bool = True
+
+    @contextmanager
+    def open(self, setup: str = "") -> Iterator[RunProgram]:
+        """Yield a function that runs programs in one sandbox.
+
+        Args:
+            setup: a trusted program that is run first. Programs find its names in the dictionary `prepared`.
+        """
+        interpreter = Interpreter(self, setup)
+        try:
+            yield interpreter.run
+        finally:
+            interpreter.close()
+
+    def check(self) -> None:
+        """Run a program in bubblewrap, if programs are contained. ConfigError: that does not work here."""
+        if self.is_contained and (error := _problem(self.python, tuple(self.command))):
+            raise ConfigError(f"task.sandbox: programs can't run in bubblewrap here: {error}. {THREE_WAYS}")
+
+    def command_line(self, user: int | None) -> list[str]:
+        """Return the command that starts the interpreter in a sandbox, where root runs the worker as a user."""
+        code, python, prefix, *packages = _ask(self.python or _python())
+        libraries = [os.path.realpath(each) for each in (*packages, *self.libraries) if os.path.isdir(each)]
+        load = f"import marshal; exec(marshal.loads(bytes.fromhex('{code}')))"
+        start = [python, "-I", "-S", "-c", load, ":".join(libraries), *self.command]
+        if not self.is_contained:
+            return start
+        bwrap = shutil.which("bwrap") or "bwrap"
+        folders = [os.path.realpath(each) for each in (f"{prefix}/bin", f"{prefix}/lib", *libraries)]
+        folders = [each for each in dict.fromkeys(folders) if not each.startswith("/usr/")]
+        seen = [word for each in folders for word in ("--ro-bind-try", each, each)]
+        devices = _DEVICES_OF_COMMANDS if self.command else _DEVICES
+        inner = [bwrap, *_FLAGS, *devices, *seen, "--remount-ro", "/", *start]
+        if user is None:
+            return inner
+        as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        closed = {each: top for each in folders if (top := _closed_to_others(Path(each)))}
+        if not closed:
+            return [*as_user, *inner]
+        # A user of its own can't enter /root, say: an outer bubblewrap of root shows it nothing but these folders.
+        outer = [bwrap, "--die-with-parent", "--dev-bind", "/", "/"]
+        for top in dict.fromkeys(closed.values()):
+            outer += ["--perms", "0755", "--tmpfs", str(top)]
+        for each, top in closed.items():
+            inside = [parent for parent in Path(each).parents if top in parent.parents]
+            outer += [word for parent in reversed(inside) for word in ("--perms", "0755", "--dir", str(parent))]
+            outer += ["--ro-bind", each, each]
+        return [*outer, *as_user, *inner]
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """One sandbox with an interpreter, which starts with the first run. Used by one thread at a time."""
+
+    sandbox: Bubblewrap
+    setup: str
+    process: subprocess.Popen[bytes] | None = None
+    _errors: IO[bytes] | None = field(default=None, repr=False)
+
+    def run(self, program: str, stdin: str = "", limits: RunLimits = DEFAULT_LIMITS) -> Ended:
+        """Run a program to its end, or to its deadline, and return how it ended.
+
+        Raises:
+            SandboxDiedError: the sandbox did not start, died twice, or did not answer in time.
+        """
+        end_s = time.monotonic() + limits.wall_s + GRACE_S
+        try:
+            return self._run(program, stdin, limits)
+        except SandboxDiedError:
+            if time.monotonic() >= end_s:
+                raise
+            return self._run(program, stdin, limits)
+
+    def close(self) -> None:
+        """End the sandbox, which ends by itself, with the program that it runs, when nobody writes to it."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        assert process.stdin and process.stdout and self._errors
+        with suppress(OSError):
+            process.stdin.close()
+        ended, poll = os.pidfd_open(process.pid), select.poll()
+        poll.register(ended, select.POLLIN)
+        if not poll.poll(CLOSE_S * 1000):
+            os.killpg(process.pid, signal.SIGKILL)  # an outer bubblewrap may not signal the user of the inner one
+        os.close(ended)
+        process.wait()
+        process.stdout.close()
+        self._errors.close()
+
+    def start(self) -> None:
+        """Start the interpreter and wait for its setup. SandboxDiedError: it has failed."""
+        user = FIRST_UID + next(_numbers) % NUM_UIDS if os.getuid() == 0 and self.sandbox.is_contained else None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self.process = subprocess.Popen(
+                self.sandbox.command_line(user), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                env=_ENVIRONMENT, cwd="/", bufsize=0, process_group=0,
+            )
+        except OSError as error:
+            raise SandboxDiedError(f"a sandbox could not be started: {error}") from error
+        assert self.process.stdin
+        os.set_blocking(self.process.stdin.fileno(), False)
+        setup, end_s = self.setup.encode(), time.monotonic() + START_TIMEOUT_S
+        self._send(b"%d\n%b" % (len(setup), setup), end_s)
+        if self._read(_LINE, end_s).strip() != b"ready":
+            raise self._death("could not be started")
+
+    def _run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
+        if self.process is None:
+            self.start()
+        source, given = program.encode(errors="replace"), stdin.encode(errors="replace")
+        of_run = (limits.wall_s, limits.cpu_s, limits.memory_bytes, limits.output_bytes, limits.processes)
+        numbers = " ".join(map(str, (len(source), len(given), *of_run)))
+        end_s = time.monotonic() + limits.wall_s + GRACE_S
+        self._send(b"%b\n%b%b" % (numbers.encode(), source, given), end_s)
+        try:
+            code, is_late, cpu_s, *lengths = self._read(_LINE, end_s).split()
+            sizes = [min(int(each), limits.output_bytes) for each in lengths]
+            output, errors = (self._read(size, end_s) for size in sizes)
+            return Ended(
+                exit_code=int(code), is_late=bool(int(is_late)), cpu_s=float(cpu_s),
+                output=output.decode(errors="replace"), errors=errors.decode(errors="replace"),
+            )  # fmt: skip
+        except ValueError:
+            raise self._death("died during a run") from None
+
+    def _send(self, data: bytes, end_s: float) -> None:
+        assert self.process and self.process.stdin
+        left, poll = memoryview(data), select.poll()
+        poll.register(self.process.stdin, select.POLLOUT)
+        try:
+            while left:
+                if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+                    raise self._death("did not read")
+                left = left[self.process.stdin.write(left) or 0 :]
+        except OSError:
+            raise self._death("died") from None
+
+    def _read(self, size: int, end_s: float) -> bytes:
+        """Return so many bytes of the interpreter, fewer if it has ended. SandboxDiedError: they don't come in time."""
+        assert self.process and self.process.stdout
+        file, found = self.process.stdout.fileno(), bytearray()
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        while len(found) < size:
+            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+                raise self._death("did not answer")
+            if not (read := os.read(file, size - len(found))):
+                break
+            found += read
+        return bytes(found)
+
+    def _death(self, what: str) -> SandboxDiedError:
+        """End the sandbox, and return the error that says why it has failed."""
+        assert self._errors
+        errors = self._errors
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.close()
+        with errors:
+            errors.seek(0)
+            lines = errors.read(1 << 16).decode(errors="replace").strip().splitlines()
+        return SandboxDiedError(f"a sandbox {what}: {lines[-1]:.300}" if lines else f"a sandbox {what}")
+
+
+_numbers = itertools.count(os.getpid() * 61)  # workers of one machine rarely use the same users
+
+
+def _python() -> str:
+    """Return the Python of programs: this one, or the system's where root runs the worker by one closed to others.
+
+    Programs start faster so: to see what is closed, they need a second bubblewrap.
+    """
+    is_closed = os.getuid() == 0 and _closed_to_others(Path(sys.executable).resolve())
+    return "/usr/bin/python3" if is_closed and os.path.exists("/usr/bin/python3") else sys.executable
+
+
+@cache
+def _ask(python: str) -> list[str]:
+    """Return the code of an interpreter for a Python, its file, its prefix, and the folders of its packages."""
+    try:
+        asked = subprocess.run(
+            [python, "-I", "-c", _ASK], input=_INTERPRETER.read_text(), capture_output=True, text=True, timeout=60,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"the Python of programs {python} does not run: {error}") from None
+    return asked.stdout.splitlines()
+
+
+@cache
+def _problem(python: str, command: tuple[str, ...]) -> str:
+    """Return why programs can't run in bubblewrap; "" if they can."""
+    if not shutil.which("bwrap"):
+        return "it is not installed"
+    look = f"import shutil; print(shutil.which({command[0]!r}) or '')" if command else "print('found')"
+    try:
+        with Bubblewrap(python=python).open() as run:
+            ended = run(look)
+    except SandboxDiedError as error:
+        return str(error)
+    if ended.exit_code:
+        return (ended.errors.strip().splitlines() or ["a program failed"])[-1]
+    return "" if ended.output.strip() else f"the command {command[0]} is not below /usr, which is all that programs see"
+
+
+def _closed_to_others(folder: Path) -> Path | None:
+    """Return the first folder above a folder, or itself, that not every user can enter."""
+    for each in (*reversed(folder.parents), folder):
+        with suppress(OSError):
+            if not each.stat().st_mode & 1:
+                return each
+    return None

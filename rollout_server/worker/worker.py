@@ -1,0 +1,239 @@
+"""The rollout worker: one event loop makes scored groups of hundreds of slots at the same time.
+
+    loop     consumes           produces           waits for                 unblocked by
+    admit    slots, prompts     one task per slot  a free slot               the buffer's served version
+    group    one slot           a Group     the engine, the rewards   their threads
+    abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
+    report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock (EvalWorker.run)
+
+The way of a group, from slot to buffer, is `Worker._run_group`; how its answers are sampled and scored is in
+rollout_server/worker/scored_player.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+
+from async_rl.base.config import Config
+from async_rl.base.errors import RewardError, first_error
+from async_rl.base.messages.reports import WorkerReport
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.types import Group, Prompt, Slot
+from buffer.client import WorkerClient
+from buffer.flat_groups import most_of_one_reward
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
+from rollout_server.worker.eval_worker import EvalWorker
+from rollout_server.worker.flat_rewards import FlatRewards
+from rollout_server.worker.scored_player import ScoredPlayer
+
+WARN_AFTER_BATCHES = 2
+"""A warning is logged once so many batches' worth of groups in a row had no difference in reward."""
+_COUNTED = ("groups", "rows", "tokens", "failed", "aborted")
+
+
+class Worker(EvalWorker):
+    """Asks the buffer for slots, has each slot's prompt answered and scored, sends the group back, and reports.
+
+    It may be created in any thread; all its coroutines run in one event loop.
+    """
+
+    def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str) -> None:
+        super().__init__(config, player)
+        self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
+        self._counts: Counter[str] = Counter()
+        self._failures_in_a_row = 0
+        self._granted = 0
+        """One more than the highest index of a prompt that this worker was given."""
+        prompts_per_step = config.learner.prompts_per_step
+        has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
+        self._flat = FlatRewards(
+            max(2, WARN_AFTER_BATCHES * prompts_per_step), has_answer,
+            most_of_one_reward(prompts_per_step, player.task.order.num_prompts) if config.drops_zero_variance else 0,
+        )
+        self._group_ended = asyncio.Event()
+        self._admitting: asyncio.Task[None] | None = None
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._next_id = 0
+        """One more than the highest id of a started group; later grants have higher ids."""
+        self._dropped_early: set[int] = set()
+        """The ids of groups that the buffer has dropped before they were started, from `_next_id` on."""
+
+    async def run(self) -> AsyncGenerator[WorkerReport]:
+        """Make groups until `stop` is called, and yield a report of them twice a second.
+
+        Raises:
+            RewardError: task.max_failures groups in a row failed, or all episodes so far ended with an error of the
+                agent. The message has the cause of the last failure.
+            AsyncRLError: the engine or the buffer does not answer.
+        """
+        self._admitting = asyncio.create_task(self._admit())
+        self._admitting.add_done_callback(lambda _: self.player.log.report_now.set())
+        try:
+            async with aclosing(super().run()) as reports:
+                async for report in reports:
+                    yield report
+        finally:
+            await self._cancel_groups()
+
+    async def stop(self) -> None:
+        """End `run`, cancel the groups in flight, and close the connection to the buffer."""
+        self._is_stopped = True
+        await self._cancel_groups()
+        await super().stop()
+        await self._client.close()
+
+    async def _cancel_groups(self) -> None:
+        if self._admitting is not None:
+            self._admitting.cancel()
+            await asyncio.gather(self._admitting, return_exceptions=True)
+
+    async def _admit(self) -> None:
+        """Get slots from the buffer and make a group for each, rollout.max_groups_in_flight at a time; an error ends
+        all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._config.staleness.on_late == "drop":
+                    tasks.create_task(self._abort_dropped())
+                await self._client.tell_prompts(self.player.task.order.sources)
+                while True:
+                    while (num_free := self._config.rollout.max_groups_in_flight - self._stats.in_flight) <= 0:
+                        self._group_ended.clear()
+                        await self._group_ended.wait()  # startup_s, generate_s, reward_s and buffer_s limit a group
+                    slots = await self._client.admit(num_free)
+                    granted_s = asyncio.get_running_loop().time()
+                    # All prompts are made before the first task starts: groups that are granted together reach the
+                    # engine together, which makes runs repeatable.
+                    indices, make_prompt = [slot.prompt_index for slot in slots], self.player.task.prompt
+                    prompts = await asyncio.to_thread(list, map(make_prompt, indices))
+                    self._granted = max([self._granted, *(index + 1 for index in indices)])
+                    for slot, prompt in zip(slots, prompts, strict=True):
+                        self._next_id = slot.group_id + 1
+                        if slot.group_id in self._dropped_early:
+                            self._counts["aborted"] += 1
+                            continue
+                        self._stats.begin_group(slot.group_id)
+                        group = tasks.create_task(self._run_group(slot, prompt, granted_s))
+                        self._groups[slot.group_id] = group
+                        group.add_done_callback(partial(self._on_group_end, slot.group_id))
+                    self._dropped_early = {group_id for group_id in self._dropped_early if group_id >= self._next_id}
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+
+    def _on_group_end(self, group_id: int, group: asyncio.Task[None]) -> None:
+        """Count a group as ended when its task ends, also if it was cancelled before it ran any code."""
+        del self._groups[group_id]
+        self._stats.end_group(group_id)
+        self._group_ended.set()
+
+    async def _abort_dropped(self) -> None:
+        """Keep asking the buffer which groups it has dropped; cancel those, with their requests to the engine.
+
+        One that waits for its prompt is not started.
+        """
+        dropped: list[int] = []
+        while True:
+            dropped = await self._client.aborts(dropped)
+            for group_id in dropped:
+                if (group := self._groups.get(group_id)) and group.cancel():
+                    self._counts["aborted"] += 1
+                elif group_id >= self._next_id:
+                    self._dropped_early.add(group_id)
+
+    async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
+        """Make the group of one slot: have its prompt answered and scored, and send the group to the buffer."""
+        request = GenerationRequest(
+            group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
+            seed=self._config.run.seed, n=self._config.rollout.group_size,
+            max_tokens=self._config.rollout.max_response_tokens,
+            temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
+        )
+        try:
+            episodes, baseline = await self._play(request)
+            rows = self._rows(prompt, episodes)
+        except RewardError as error:
+            await self._fail(slot, prompt, error)
+            return
+        group = Group(
+            group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
+            temperature=request.temperature, worker=self._name,
+            duration_s=asyncio.get_running_loop().time() - granted_s,
+            baseline_reward=baseline, keeps_kv=self._config.weight_sync.on_update == "in_place",
+            data_row=prompt.data_row, messages=prompt.messages, **rows._asdict(),
+        )
+        with self._stats.waiting("sends", "buffer", self._config.timeouts.buffer_s):
+            await self._client.put(group)
+        self._failures_in_a_row = 0
+        self._counts.update(groups=1, rows=len(group.rows), tokens=group.num_tokens)
+        if warning := self._flat.add(prompt, episodes, self._client.flat_groups):
+            if self._flat.has_only_errors:
+                raise RewardError(f"{self._name}: {warning}")
+            if not self._config.reward_model.path:
+                self.player.log.note(warning)
+
+    async def _play(self, request: GenerationRequest) -> tuple[list[Episode], float | None]:
+        """Return the episodes of a request and its greedy reward, if one is needed; if either fails, the other ends.
+
+        Raises:
+            RewardError: a reward failed, or the greedy answer has none.
+            AsyncRLError: the engine failed.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                playing = tasks.create_task(self.player.play(request))
+                greedy = tasks.create_task(self.player.greedy_reward(request))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return playing.result(), greedy.result()
+
+    def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
+        """Return the trainable rows of a group's episodes; those that failed, were dropped or got no verdict have none.
+
+        Raises:
+            RewardError: fewer episodes than config.fewest_episodes have rows.
+        """
+        config, errors = self._config, [episode.error for episode in episodes if not episode.rows]
+        if (num_played := len(episodes) - len(errors)) < config.fewest_episodes:
+            raise RewardError(
+                f"{num_played} of a group's {len(episodes)} episodes could be played and scored, at least "
+                f"{config.fewest_episodes} are needed. The last error: {errors[-1]}"
+            )
+        if not config.task.has_turns:
+            return question_rows(episodes, prompt.tokens)
+        return group_rows(episodes, config.task.max_prompt_tokens, config.rollout.max_rows)
+
+    async def _fail(self, slot: Slot, prompt: Prompt, error: RewardError) -> None:
+        self._counts["failed"] += 1
+        self._failures_in_a_row += 1
+        limit = self._config.task.max_failures
+        if self._failures_in_a_row >= limit:
+            raise RewardError(
+                f"{limit} groups in a row failed (task.max_failures), by rewards or episodes. The last error: {error} "
+                f"(on {prompt.origin})"
+            ) from error
+        # The prompt is not granted again: it would most likely fail the same way.
+        with self._stats.waiting("sends", "buffer", self._config.timeouts.buffer_s):
+            await self._client.fail(slot.group_id, str(error), requeue=False, data_row=prompt.data_row)
+
+    async def _report(self) -> WorkerReport:
+        """Return a report of the time since the last one. An error of `_admit` is raised here."""
+        if self._admitting and self._admitting.done() and not self._admitting.cancelled():
+            self._admitting.result()
+        report = await super()._report()
+        counts, self._counts = self._counts, Counter()
+        task = self.player.task
+        metrics = [
+            *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
+            *([Metric("rollout/epochs", self._granted / task.num_prompts, "max")] if self._granted else []),
+            Metric("rollout/in_flight", self._stats.in_flight),
+            Metric("rollout/skipped_long_prompts", task.skipped_long, "last"),
+            *self._stats.drain_groups(),
+            *report.metrics,
+        ]
+        return replace(report, metrics=tuple(metrics))

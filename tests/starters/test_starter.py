@@ -75,7 +75,7 @@ def test_the_reward_of_the_math_example_reads_the_last_number(response: str, rew
 
 
 def test_the_agent_example_has_the_settings_of_the_shipped_one() -> None:
-    starter = yaml.safe_load((ROOT / "async_rl" / "starters" / "agent" / "agent.yaml").read_text())
+    starter = yaml.safe_load((ROOT / "async_rl" / "tools" / "starters" / "agent" / "agent.yaml").read_text())
     shipped = yaml.safe_load((ROOT / "configs" / "agent_cpu.yaml").read_text())
     shipped["task"]["env"], shipped["sft"]["oracle"] = "chain:Chain", "chain:oracle"
     shipped["rollout"]["engine"] = "hf"

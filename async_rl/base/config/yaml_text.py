@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +21,11 @@ def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
     Raises:
         YAMLError: `text` is not valid YAML, repeats a key, or has an alias or the tag of a Python object.
     """
+    return copy.deepcopy(_read(text))
+
+
+@functools.lru_cache(maxsize=256)  # ruamel.yaml is slow, and a sweep reads the config of each cell several times
+def _read(text: str) -> tuple[Any, dict[str, int]]:
     yaml = _yaml()
     try:
         node = yaml.compose(text)

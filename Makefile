@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 QUICKSTART := configs/quickstart.yaml
 QUICKSTART_MODEL := runs/quickstart-sft/model
 
+unexport PYTHONDONTWRITEBYTECODE  # a test starts many processes: they load what the first one has compiled
+
 .PHONY: demo unit test nightly check venv vllm
 
 demo: $(QUICKSTART_MODEL)/config.json  ## set up, warm-start a tiny model, train it, print the result

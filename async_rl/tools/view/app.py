@@ -37,7 +37,7 @@ from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.log_ratios import read_log_ratios
 from async_rl.base.telemetry.plot_timeline import STATE_COLORS
 from async_rl.tools.view.answers import answer_parts, legend, sibling
-from async_rl.tools.view.journal_reader import NEWEST_TRAINED, PAGE_ROWS
+from async_rl.tools.view.journal_reader import PAGE_ROWS
 from async_rl.tools.view.runs import RunFiles, Runs, UnknownRunError
 
 FOLDER = Path(__file__).parent
@@ -151,7 +151,8 @@ def samples(run: RunFiles) -> list[dict[str, Any]]:
         for group_id in run.journal.newest_trained(SAMPLES):
             if group := run.journal.payload(group_id):
                 by_reward = sorted(range(len(group.rows)), key=lambda number: -group.rows[number].reward)
-                answers = [sibling(group, number, run.texts) for number in dict.fromkeys((by_reward[0], by_reward[-1]))]
+                ends = {group.rows[number].reward: number for number in (by_reward[0], by_reward[-1])}
+                answers = [sibling(group, number, run.texts) for number in ends.values()]
                 question = run.texts.question(group.prompt_tokens.tolist())
                 found.append({"group_id": group_id, "question": question, "answers": answers})
     except AsyncRLError:
@@ -165,7 +166,7 @@ def groups_page(request: Request) -> Response:
     query = {key: request.query_params.get(key, "").strip() for key in ("where", "order")}
     number = whole_number("page", request.query_params.get("page", "0"))
     facts: dict[str, Any] = {
-        **query, "number": number, "page_rows": PAGE_ROWS, "examples": WHERE_EXAMPLES, "default_order": NEWEST_TRAINED,
+        **query, "number": number, "page_rows": PAGE_ROWS, "examples": WHERE_EXAMPLES,
         "turn": lambda by: urlencode({**query, "page": number + by}), "rows": [], "prompts": {}, "has_more": False,
         "problem": "",
     }  # fmt: skip

@@ -48,7 +48,7 @@ function drawChart(card, chart) {
   chart.lines.forEach((line, index) => {
     const source = new Bokeh.ColumnDataSource({ data: columns(line) });
     const more = { source, name: line.name, ...(line.is_right ? { y_range_name: "right" } : {}) };
-    const drawn = figure.line({ field: "step" }, { field: "value" }, { line_width: 2, line_color: COLORS[index], ...more });
+    const drawn = figure.line({ field: "step" }, { field: "value" }, { line_width: line.step.length < 150 ? 2 : 1, line_color: COLORS[index], ...more });
     const dots = figure.scatter({ field: "step" }, { field: "value" }, { size: { field: "size" }, color: COLORS[index], ...more });
     figure.add_tools(new Bokeh.HoverTool({ renderers: [drawn], mode: "vline", tooltips: [["step", "@step"], [line.name, "@value"]] }));
     items.push(new Bokeh.LegendItem({ label: line.name, renderers: [drawn, dots] }));
@@ -132,10 +132,6 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   follows = false;
   showLanes(`?from=${form.elements.from.value}&to=${form.elements.to.value}`);
-});
-document.getElementById("newest").addEventListener("click", () => {
-  follows = true;
-  showLanes("");
 });
 onChange((changed) => changed.has("metrics") && showCharts());
 onChange((changed) => changed.has("timeline") && follows && showLanes(""));

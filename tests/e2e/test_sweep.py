@@ -15,7 +15,7 @@ from async_rl.base.config.loading import text_override
 from async_rl.base.run_dir.checkpoints import list_checkpoints
 from async_rl.base.telemetry.metrics import read_metrics
 from async_rl.cli import main
-from async_rl.tools.sweeps.records import read_record
+from async_rl.tools.sweeps.cells import read_record
 from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e

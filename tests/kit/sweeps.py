@@ -13,10 +13,17 @@ import numpy as np
 
 from async_rl.base.config.loading import dump_config, load_config
 from async_rl.base.telemetry.timeline import STATES
-from async_rl.tools.sweeps.cell_process import CellPlace
-from async_rl.tools.sweeps.cells import Bound, Cell, all_cells, cell_config, seed_axis, staleness_axis
-from async_rl.tools.sweeps.records import make_record, write_record
-from async_rl.tools.sweeps.sweep import Sweep
+from async_rl.tools.sweeps.cells import (
+    Bound,
+    Cell,
+    all_cells,
+    cell_config,
+    make_record,
+    seed_axis,
+    staleness_axis,
+    write_record,
+)
+from async_rl.tools.sweeps.sweep import CellPlace, Sweep
 from buffer.simulate import Workload, simulate
 from buffer.store_state import GroupAccounting
 from buffer.stored_group import Arrival, StoredGroup

@@ -12,11 +12,18 @@ import pytest
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.cli import main
-from async_rl.tools.sweeps.cell_process import CellPlace
-from async_rl.tools.sweeps.cells import Cell, all_cells, cell_config, seed_axis, staleness_axis
-from async_rl.tools.sweeps.records import note_start, read_record, run_seconds
+from async_rl.tools.sweeps.cells import (
+    Cell,
+    all_cells,
+    cell_config,
+    note_start,
+    read_record,
+    run_seconds,
+    seed_axis,
+    staleness_axis,
+)
 from async_rl.tools.sweeps.results import read_runs
-from async_rl.tools.sweeps.sweep import Sweep, plan_of, run_sweep
+from async_rl.tools.sweeps.sweep import CellPlace, Sweep, plan_of, run_sweep
 from tests.kit.sweeps import Trainer, make, write_cell
 
 

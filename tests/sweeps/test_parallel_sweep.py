@@ -15,9 +15,8 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from async_rl.cli import main
-from async_rl.tools.sweeps.cell_process import CellPlace, cells_at_once, divide, gpus_by_name, sole_sweep
 from async_rl.tools.sweeps.cells import Cell, all_cells, key_axis, seed_axis, staleness_axis
-from async_rl.tools.sweeps.sweep import plan_of, run_sweep
+from async_rl.tools.sweeps.sweep import CellPlace, cells_at_once, divide, gpus_by_name, plan_of, run_sweep, sole_sweep
 from tests.kit.configs import make_config
 from tests.kit.gpus import pretend_gpus
 from tests.kit.sweeps import Trainer, base_yaml, make

@@ -15,11 +15,9 @@ from async_rl.base.errors import ConfigError
 from async_rl.cli import add_command
 from async_rl.tools.sweeps.cells import bounds_of
 from async_rl.tools.sweeps.commands import add_sweeps
-from async_rl.tools.sweeps.plan import answer, describe_plan, make_plan, measured_workload
-from async_rl.tools.sweeps.prediction import compare
+from async_rl.tools.sweeps.plan import answer, compare, describe_plan, make_plan, measured_workload
 from async_rl.tools.sweeps.results import read_runs
-from async_rl.tools.sweeps.settings import settings_of
-from async_rl.tools.sweeps.significance import recommendation
+from async_rl.tools.sweeps.settings import recommendation, settings_of
 from buffer.simulate import Workload, simulate
 from tests.kit.sweeps import WORKLOAD, make_sweep
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from async_rl.base.errors import ConfigError
-from async_rl.tools.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
+from async_rl.tools.sweeps.plan import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
 from async_rl.tools.sweeps.report import prediction
 from async_rl.tools.sweeps.results import read_runs
 from async_rl.tools.sweeps.settings import settings_of

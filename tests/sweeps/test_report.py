@@ -14,14 +14,12 @@ import pytest
 
 from async_rl.base.config.loading import dump_config
 from async_rl.base.errors import ConfigError
-from async_rl.tools.sweeps.cells import all_cells, cell_config, key_axis, seed_axis
+from async_rl.tools.sweeps.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
+from async_rl.tools.sweeps.plan import compare
 from async_rl.tools.sweeps.plots import learning, trade_off
-from async_rl.tools.sweeps.prediction import compare
-from async_rl.tools.sweeps.records import make_record, write_record
 from async_rl.tools.sweeps.report import write_report
 from async_rl.tools.sweeps.results import Run, read_results, read_runs
-from async_rl.tools.sweeps.settings import Setting, settings_of
-from async_rl.tools.sweeps.significance import bounds_compared, corrections_compared, recommendation
+from async_rl.tools.sweeps.settings import Setting, bounds_compared, corrections_compared, recommendation, settings_of
 from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_sweep, write_cell
 

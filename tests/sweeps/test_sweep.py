@@ -14,7 +14,6 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.config.presets import PRESETS
 from async_rl.base.errors import ConfigError
 from async_rl.cli import main
-from async_rl.tools.sweeps.cell_process import CellPlace, CellProcesses
 from async_rl.tools.sweeps.cells import (
     CORRECTIONS,
     MODES,
@@ -27,7 +26,7 @@ from async_rl.tools.sweeps.cells import (
     seed_axis,
     staleness_axis,
 )
-from async_rl.tools.sweeps.sweep import Progress, run_sweep, train_command
+from async_rl.tools.sweeps.sweep import CellPlace, CellProcesses, Progress, run_sweep, train_command
 from benchmarks.marked_command import wait_until
 from tests.kit.sweeps import Trainer, base_yaml, make
 

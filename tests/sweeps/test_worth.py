@@ -13,8 +13,16 @@ import pytest
 
 from async_rl.tools.sweeps.report import TRADE_OFF, value_table, write_report
 from async_rl.tools.sweeps.results import read_results, read_runs
-from async_rl.tools.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, settings_of
-from async_rl.tools.sweeps.significance import best_rows, bounds_compared, recommendation
+from async_rl.tools.sweeps.settings import (
+    WORTH,
+    WORTH_BY_REWARD,
+    Setting,
+    best_rows,
+    bounds_compared,
+    efficiency_unknown,
+    recommendation,
+    settings_of,
+)
 from async_rl.tools.sweeps.tables import tables_in
 from tests.kit.sweeps import make_sweep
 

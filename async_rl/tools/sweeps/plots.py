@@ -14,8 +14,7 @@ from async_rl.base.telemetry.plot_timeline import STATE_COLORS
 from async_rl.base.telemetry.timeline import STATES
 from async_rl.tools.sweeps.cells import Bound, bounds_title
 from async_rl.tools.sweeps.results import Run
-from async_rl.tools.sweeps.settings import Setting, worth_keys
-from async_rl.tools.sweeps.significance import SPEEDS, best_rows, speed_key
+from async_rl.tools.sweeps.settings import SPEEDS, Setting, best_rows, speed_key, worth_keys
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,27 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import ConfigError
-from async_rl.tools.sweeps.cells import SEED, STALENESS
+from async_rl.tools.sweeps.cells import SEED, STALENESS, finished_cells
+from async_rl.tools.sweeps.plan import Measured, compare
 from async_rl.tools.sweeps.plots import draw_all
-from async_rl.tools.sweeps.prediction import Measured, compare
-from async_rl.tools.sweeps.records import finished_cells
 from async_rl.tools.sweeps.results import read_results
 from async_rl.tools.sweeps.settings import (
     INSTEAD,
+    SPEEDS,
     WORTH,
     WORTH_BY_REWARD,
     Setting,
-    efficiency_unknown,
-    settings_of,
-    worth_keys,
-)
-from async_rl.tools.sweeps.significance import (
-    SPEEDS,
     best_rows,
     bounds_compared,
     cautions,
     corrections_compared,
+    efficiency_unknown,
     recommendation,
+    settings_of,
+    worth_keys,
 )
 from async_rl.tools.sweeps.tables import Table, tables_in
 

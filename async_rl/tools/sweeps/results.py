@@ -17,10 +17,9 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
 from async_rl.base.telemetry.figures import Figures, over_steps, seconds_at
 from async_rl.base.telemetry.metrics import read_metrics
-from async_rl.tools.sweeps.cells import SEED, STALENESS, Bound
+from async_rl.tools.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
 from async_rl.tools.sweeps.efficiency import Evaluations
 from async_rl.tools.sweeps.policy_curve import PolicyCurve, policy_curve
-from async_rl.tools.sweeps.records import check_comparable, finished_cells, read_record
 
 Step = dict[str, float | None]
 SYSTEM_VALUES = (
@@ -32,8 +31,7 @@ KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var
 TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
 """The shares of steps whose quantiles tell how heavy the tail of a metric is."""
 BESIDE_OTHERS = ("policy_reward", "policy_seconds", "efficiency_sampled", "effective_steps_sampled")
-"""The values that a run has only beside others, see async_rl/tools/sweeps/settings.py. The values in runs.csv are
-kept."""
+"""The values that a run has only beside others, see settings.py. The values in runs.csv are kept."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from async_rl.tools.sweeps.sweep import CellPlace, Sweep
 from buffer.simulate import Workload, simulate
 from buffer.store_state import GroupAccounting
 from buffer.stored_group import Arrival, StoredGroup
-from tests.kit.configs import make_config
 
 WORKLOAD = Workload(
     concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,
@@ -37,12 +36,12 @@ EVAL_EVERY = 10
 
 
 def base_yaml(folder: Path) -> Path:
-    config = make_config(
-        rollout={"max_groups_in_flight": WORKLOAD.concurrency}, logging={"wandb": "disabled"},
-        learner={"prompts_per_step": WORKLOAD.prompts_per_step},
-    )
     path = folder / "base.yaml"
-    path.write_text(dump_config(config))
+    path.write_text(
+        "{model: {path: none}, task: {name: reasoning_gym/chain_sum}, logging: {wandb: disabled}, "
+        f"rollout: {{max_groups_in_flight: {WORKLOAD.concurrency}}}, "
+        f"learner: {{prompts_per_step: {WORKLOAD.prompts_per_step}}}}}"
+    )
     return path
 
 
@@ -148,9 +147,19 @@ class Trainer:
         self.cells: list[str] = []
         self.places: list[CellPlace] = []
         self.commands: list[Sequence[str]] = []
-        self.barrier = threading.Barrier(meets)
+        self.barrier, self.lock, self.busy = threading.Barrier(meets), threading.Lock(), set[CellPlace]()
 
     def __call__(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
+        with self.lock:
+            assert place not in self.busy, "a place has one cell at a time"
+            self.busy.add(place)
+        try:
+            return self.train(command, cell, place)
+        finally:
+            with self.lock:
+                self.busy.remove(place)
+
+    def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
         self.barrier.wait(5)
         self.cells.append(cell.name)
         self.places.append(place)

@@ -1,126 +1,54 @@
-"""Cells, resuming and failures of a sweep, with a stand-in for the training of a cell."""
+"""Running a sweep: cells at once, failures, what is resumed, kept or left alone, Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import json
-import re
+import os
+import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rl.base.config.loading import load_config
-from async_rl.base.config.presets import PRESETS
 from async_rl.base.errors import ConfigError
+from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.cli import main
 from async_rl.tools.sweeps.cells import (
-    CORRECTIONS,
-    MODES,
     Cell,
     all_cells,
-    bounds_of,
     cell_config,
     key_axis,
-    named_axis,
+    note_start,
+    read_record,
+    run_seconds,
     seed_axis,
     staleness_axis,
 )
-from async_rl.tools.sweeps.sweep import CellPlace, CellProcesses, Progress, run_sweep, train_command
-from benchmarks.marked_command import wait_until
-from tests.kit.sweeps import Trainer, base_yaml, make
-
-
-def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path) -> None:
-    axes = [staleness_axis("0,2"), key_axis("learner.lr=1e-4,3e-4"), seed_axis(2, 5)]
-    cells = all_cells(axes, tmp_path)
-    assert [cell.name for cell in cells[:5]] == [
-        "staleness-0.learner.lr-1e-4.seed-5", "staleness-0.learner.lr-3e-4.seed-5",
-        "staleness-2.learner.lr-1e-4.seed-5", "staleness-2.learner.lr-3e-4.seed-5",
-        "staleness-0.learner.lr-1e-4.seed-6",
-    ]  # fmt: skip
-    assert set(cells[1].overrides) == {
-        "staleness.max=0", "staleness.depth=max", "learner.lr=3e-4", "run.seed=5"
-    }
-
-
-@pytest.mark.parametrize("name", ["runs #2", "a: b", "[x]", "ü ß", "2024"])
-def test_a_cell_runs_in_its_folder_whatever_yaml_reads_in_its_path(tmp_path: Path, name: str) -> None:
-    cell = all_cells([staleness_axis("0"), seed_axis(1, 0)], Path(name) / "s")[0]
-    config = cell_config(str(base_yaml(tmp_path)), (), cell)
-    assert config.run_dir == cell.folder
-    command = train_command(make(tmp_path), cell)
-    assert load_config(command[2], command[3:]).run_dir == cell.folder
-
-
-def test_two_cells_in_one_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path-m_a\.seed-0"):
-        all_cells([key_axis("model.path=m/a,m_a"), seed_axis(1, 0)], tmp_path)
-
-
-def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:
-    quickstart = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-    presets = [key_axis(f"algorithm.preset={','.join(PRESETS)}"), staleness_axis("2"), seed_axis(1, 0)]
-    critic = ("rollout.engine=hf", "critic.lr=1e-3", "critic.warmup_steps=10")
-    configs = [cell_config(quickstart, critic, cell) for cell in all_cells(presets, tmp_path)]
-    assert {config.algorithm.preset for config in configs} == PRESETS.keys()
-    corrections = named_axis("correction", ",".join(CORRECTIONS), CORRECTIONS)
-    exact = [named_axis("mode", "exact", MODES), corrections, staleness_axis("0,8"), seed_axis(1, 0)]
-    cells = {(cell.labels["correction"], cell.labels["staleness"]): cell for cell in all_cells(exact, tmp_path)}
-    found = {key: cell_config(quickstart, (), cell) for key, cell in cells.items()}
-    assert {name: (found[name, "8"].algorithm.old_logprobs, found[name,
-        "8"].correction_kind) for name in CORRECTIONS} == {
-        "none": ("recompute", "none"), "coupled": ("rollout", "none"), "decoupled_tis": ("recompute", "token_tis"),
-    }  # fmt: skip
-    assert found["none", "0"].staleness.max == 0
-
-
-@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", "", "1/", "/8", "auto/8", "9/8", "1.3/8"])
-def test_bounds_and_depths_that_are_not_understood_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--staleness"):
-        bounds_of(text)
-
-
-def test_a_depth_below_a_bound_is_a_level_of_the_staleness_axis(tmp_path: Path) -> None:
-    quickstart = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-    cells = all_cells([staleness_axis("8,1.25/8,0,1"), seed_axis(1, 0)], tmp_path)
-    assert [cell.labels["staleness"] for cell in cells] == ["0", "1", "1.25/8", "8"]
-    configs = [cell_config(quickstart, ("staleness.depth=0",), cell) for cell in cells]
-    assert [(config.staleness.max, config.staleness.depth) for config in configs] == [
-        (0, "max"), (1, "max"), (8, 1.25), (8, "max")
-    ]
-    assert len({cell.folder for cell in cells}) == 4
-
-
-def test_an_axis_that_is_not_understood_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--axis"):
-        key_axis("learner.lr")
-    with pytest.raises(ConfigError, match=r"^--mode .*'loose'"):
-        named_axis("mode", "bounded,loose", {"bounded": (), "exact": ()})
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        (["--seeds", "0"], "--seeds"), (["--first-seed", "-1"], "run.seed"), (["--max-cells", "0"], "--max-cells"),
-        (["--name", "a/b"], "--name"), (["--name", ".."], "--name"), (["--name", ""], "--name"),
-        (["run.resume=/runs/a"], "run.resume"),
-    ],
+from async_rl.tools.sweeps.results import read_runs
+from async_rl.tools.sweeps.sweep import (
+    CellPlace,
+    CellProcesses,
+    Progress,
+    Sweep,
+    cells_at_once,
+    divide,
+    gpus_by_name,
+    plan_of,
+    run_sweep,
+    sole_sweep,
+    train_command,
 )
-def test_options_that_can_not_be_used_are_refused_before_anything_starts(
-    tmp_path: Path, options: list[str], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path / 'runs'}", *options]) == 2
-    assert f"{key} must be " in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_key_that_does_not_exist_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
-    trainer = Trainer()
-    sweep = make(tmp_path, axes=(staleness_axis("0"), seed_axis(1, 0), key_axis("learner.rate=1")))
-    with pytest.raises(ConfigError, match=r"cell staleness-0.*learner\.rate"):
-        run_sweep(sweep, trainer)
-    assert trainer.cells == []
+from benchmarks.marked_command import wait_until
+from tests.kit.configs import make_config
+from tests.kit.gpus import pretend_gpus
+from tests.kit.sweeps import Trainer, base_yaml, make, write_cell
 
 
 def test_a_failed_cell_is_reported_does_not_stop_the_rest_and_is_tried_again(tmp_path: Path) -> None:
@@ -143,43 +71,6 @@ def test_a_sweep_in_pieces_goes_on_where_it_stopped_and_grows_by_seeds(tmp_path:
     assert third.cells == ["staleness-0.seed-2", "staleness-1.seed-2"]
 
 
-def test_a_sweep_of_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    run_sweep(make(tmp_path), Trainer())
-    with pytest.raises(ConfigError, match=r"rollout\.group_size 8 .* 4 .*--name"):
-        run_sweep(make(tmp_path, overrides=("rollout.group_size=4",)), Trainer())
-
-
-def test_other_bounds_with_another_setting_in_the_same_folder_are_refused(tmp_path: Path) -> None:
-    axes = (staleness_axis("2"), seed_axis(1, 0))
-    run_sweep(make(tmp_path), Trainer())
-    with pytest.raises(ConfigError, match=r"learner\.lr .* 0\.5 .*staleness-2"):
-        run_sweep(make(tmp_path, axes=axes, overrides=("learner.lr=0.5",)), Trainer())
-    assert run_sweep(make(tmp_path, axes=axes), Trainer()).pending == []
-
-
-def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(tmp_path: Path) -> None:
-    axes = (staleness_axis("1"), seed_axis(2, 0), key_axis("algorithm.preset=grpo,dr_grpo"))
-    key = "algorithm.entropy_coef"
-    run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}=0.0",), max_cells=2), Trainer())
-    with pytest.raises(ConfigError, match=re.escape(key)):
-        run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}=0.5",)), Trainer())
-    assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}=0.0",)), Trainer()).pending == []
-
-
-def test_equal_time_for_every_cell_is_a_limit_in_seconds(tmp_path: Path) -> None:
-    overrides = make(tmp_path, seconds=30.0).base_overrides()
-    assert "run.seconds=30.0" in overrides
-    assert any(override.startswith("run.steps=") for override in overrides)
-    assert not any(override.startswith("run.s") for override in make(tmp_path).base_overrides())
-
-
-def test_trackers_are_off_in_cells_unless_the_command_sets_them(tmp_path: Path) -> None:
-    asked = ("logging.wandb=offline", "logging.trackio=true")
-    assert make(tmp_path, overrides=asked).base_overrides() == (
-        "logging.wandb=disabled", "logging.trackio=false", *asked,
-    )  # fmt: skip
-
-
 def test_the_time_left_is_that_of_the_average_finished_cell(tmp_path: Path) -> None:
     cells = all_cells(make(tmp_path).axes, tmp_path)
     progress = Progress(cells, seconds={"staleness-0.seed-0": 120.0, "staleness-1.seed-0": 60.0})
@@ -197,32 +88,6 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
 
 
-@pytest.mark.processes
-def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes, cells = CellProcesses(tmp_path / "logs"), all_cells(make(tmp_path).axes, tmp_path)[:2]
-    program, errors = tmp_path / "python", list[str]()
-    # Short naps: a signal that comes just before a nap begins is seen only after it.
-    program.write_text("#!/bin/sh\ntrap 'exit 130' TERM\necho on\nfor i in $(seq 1200); do sleep 0.05; done\n")
-    program.chmod(0o755)
-
-    monkeypatch.setattr(sys, "executable", str(program))
-
-    def run(cell: Cell) -> None:
-        errors.append(processes.train(["async-rl"], cell, CellPlace()))
-
-    threads = [threading.Thread(target=run, args=[cell]) for cell in cells]
-    for thread in threads:
-        thread.start()
-    logs = [tmp_path / "logs" / f"{cell.name}.log" for cell in cells]
-    wait_until(lambda: all(log.is_file() and log.read_text() for log in logs), 20, "both to start")
-    processes.stop()
-    for thread in threads:
-        thread.join(20)
-    assert [error.partition(",")[0] for error in errors] == ["exit code 130"] * 2
-    logs[0].unlink()
-    assert processes.train(["async-rl"], cells[0], CellPlace()) and not logs[0].read_text(), "no other begins"
-
-
 def test_a_sweep_remembers_its_axes_and_the_machine_and_is_reported_and_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,3 +98,288 @@ def test_a_sweep_remembers_its_axes_and_the_machine_and_is_reported_and_planned(
     assert main(["report", str(sweep.folder)]) == main(["plan", str(sweep.folder), "--staleness", "0,1"]) == 0
     told = capsys.readouterr().out
     assert "effective steps per minute" in told and "staleness.max = 1" in told
+
+
+def begin(sweep: Sweep, version: int | None = None) -> Cell:
+    """Leave the first cell of a sweep as if it had been cut after a checkpoint of `version`, or before any."""
+    cell = all_cells(sweep.axes, sweep.folder)[0]
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    note_start(cell, cell_config(sweep.config, sweep.base_overrides(), cell))
+    if version is not None:
+        folder = checkpoint_folder(cell.folder, version)
+        folder.mkdir(parents=True)
+        write_training_state(
+            folder, TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+        )
+    return cell
+
+
+@pytest.mark.parametrize(("seconds", "goes_on"), [(0.0, True), (30.0, False)])
+def test_a_cell_with_a_checkpoint_goes_on_unless_it_has_a_given_time(
+    tmp_path: Path, seconds: float, goes_on: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, trainer = make(tmp_path, seconds=seconds, overrides=("run.steps=12",) if goes_on else ()), Trainer()
+    cell = begin(sweep, 7)
+    (cell.folder / "config.lineage_0.yaml").write_text("")
+    run_sweep(sweep, trainer)
+    assert (list(trainer.commands[0][-2:]) == ["--resume", str(cell.folder)]) == goes_on
+    assert checkpoint_folder(cell.folder, 7).exists() == goes_on
+    record = read_record(cell.folder)
+    assert record is not None and record.resumed == goes_on
+    capsys.readouterr()
+    assert main(["report", str(sweep.folder)]) == 0
+    assert (f": {cell.name}." in capsys.readouterr().out) == goes_on, "its time is that of its parts"
+
+
+def test_a_cell_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+    sweep, trainer = make(tmp_path), Trainer()
+    left_over = begin(sweep).folder / "metrics.jsonl"
+    left_over.write_text("{")
+    run_sweep(sweep, trainer)
+    assert left_over.read_text() != "{" and "--resume" not in trainer.commands[0]
+
+
+def test_a_resumed_cell_has_the_time_of_all_its_parts(tmp_path: Path) -> None:
+    class Resumed(Trainer):
+        def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
+            error = super().train(command, cell, place)
+            if "--resume" in command:
+                with (cell.folder / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": 12, "time/written_at_s": 3600.0}) + "\n")
+            return error
+
+    sweep = make(tmp_path, overrides=("run.steps=12",))
+    cell = begin(sweep, 7)
+    progress = run_sweep(sweep, Resumed())
+    record = read_record(cell.folder)
+    assert record is not None and record.seconds == progress.seconds[cell.name] == 3600.0
+    assert sorted(progress.seconds.values())[-2] < 3600.0, "the others began anew"
+
+
+@pytest.mark.parametrize("given", ["learner.lr=0.5", "timeouts.tool_s=9", "checkpoint.every_steps=5"])
+def test_a_cut_cell_that_began_with_other_settings_is_refused(tmp_path: Path, given: str) -> None:
+    begin(make(tmp_path), 7)
+    trainer = Trainer()
+    with pytest.raises(ConfigError, match=given.partition("=")[0]):
+        run_sweep(make(tmp_path, overrides=(given,)), trainer)
+    assert trainer.cells == []
+
+
+def test_a_run_that_no_sweep_has_started_is_refused(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    write_cell(all_cells(sweep.axes, sweep.folder)[0], steps=12)
+    with pytest.raises(ConfigError, match=str(all_cells(sweep.axes, sweep.folder)[0].folder)):
+        run_sweep(sweep, Trainer())
+
+
+@pytest.mark.parametrize("given", ["timeouts.batch_s=9000", "logging.project=mine", "checkpoint.keep_last=5"])
+def test_settings_that_change_no_result_may_differ_between_the_cells_of_a_sweep(tmp_path: Path, given: str) -> None:
+    before, now = (make(tmp_path, overrides=("run.steps=12", *more)) for more in ((), (given,)))
+    cell = begin(before, 7)
+    run_sweep(dataclasses.replace(before, axes=(staleness_axis("1"), seed_axis(2, 0))), Trainer())
+    trainer = Trainer()
+    assert run_sweep(now, trainer).pending == []
+    assert list(trainer.commands[0][-2:]) == ["--resume", str(cell.folder)] and len(trainer.cells) == 2
+    assert len(read_runs(now.folder)) == 4
+
+
+@pytest.mark.parametrize(
+    ("version", "summary"),
+    [(12, {}), (7, {"steps": 12, "interrupted": True}),
+     (7, {"steps": 7, "ended": "stopped at version 7", "interrupted": True})],
+)  # fmt: skip
+def test_a_cell_that_was_cut_short_goes_on_for_its_end(tmp_path: Path, version: int, summary: dict[str, Any]) -> None:
+    sweep, trainer = make(tmp_path, overrides=("run.steps=12",)), Trainer()
+    cell = begin(sweep, version)
+    if summary:
+        (cell.folder / "summary.json").write_text(json.dumps(summary))
+    run_sweep(sweep, trainer)
+    assert list(trainer.commands[0][-2:]) == ["--resume", str(cell.folder)]
+
+
+def test_a_cell_that_ended_without_its_sweep_is_kept(tmp_path: Path) -> None:
+    """If a sweep is killed, the runs of its cells go on to their end."""
+    sweep, trainer = make(tmp_path, overrides=("run.steps=12",)), Trainer()
+    cell = begin(sweep)
+    write_cell(cell, steps=12)
+    with (cell.folder / "metrics.jsonl").open("a") as file:
+        for key, seconds in (("time/written_at_s", 31.0), ("eval/written_at_s", 33.5)):
+            file.write(json.dumps({"step": 12, key: seconds}) + "\n")
+    assert f"| {cell.name} | is trained" in plan_of(sweep)
+    progress = run_sweep(sweep, trainer)
+    assert cell.name not in trainer.cells and len(trainer.cells) == 3 and not progress.pending
+    record = read_record(cell.folder)
+    assert record is not None and (record.seconds, record.resumed) == (33.5, 0)
+    assert run_seconds(cell.folder) == 33.5
+
+
+@contextlib.contextmanager
+def open_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, as a run does in it."""
+    with (run_dir / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_several_cells_run_at_once_each_with_its_part_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(monkeypatch, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    trainer = Trainer(meets=2)  # which checks that no place has two cells at once
+    progress = run_sweep(make(tmp_path, axes=(staleness_axis("0,1"), seed_axis(5, 0)), parallel=None), trainer)
+    assert len(progress.seconds) == len(set(trainer.cells)) == 10 and progress.pending == []
+    places = {CellPlace(("4", "5"), (0, 1, 2)), CellPlace(("6", "7"), (3, 4, 5))}
+    assert set(trainer.places) == places
+    assert places.pop().environment.keys() == {"CUDA_VISIBLE_DEVICES"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "count", "found"),
+    [
+        ("-1", 0, []), ("2,-1,3", 1, ["2"]), ("4,GPU-8a", 2, ["4", "GPU-8a"]), ("", 0, []), (None, 2, ["0", "1"]),
+        ("MIG-a,MIG-b", 1, ["MIG-a", "MIG-b"]),  # of which a process sees one
+    ],
+)  # fmt: skip
+def test_the_gpus_of_cells_are_those_that_cuda_may_use(
+    variable: str | None, count: int, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(monkeypatch, count)
+    if variable is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert gpus_by_name() == found
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this a host with eight GPUs and 32 cores."""
+    pretend_gpus(monkeypatch, 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
+    for name in ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "cores", "count"),
+    [
+        ({}, 8, 16, 4),  # a learner rank and a server each
+        ({"learner": {"ranks": 2}, "rollout": {"servers": 1, "tp": 2}}, 8, 16, 2),
+        ({"judge": {"servers": 1, "tp": 4}}, 8, 16, 1),
+        ({"judge": {"servers": 1}, "rollout": {"servers": 1, "tp": 4}}, 12, 16, 2),
+        ({"learner": {"ranks": 2}, "rollout": {"servers": 2}, "colocated": True}, 8, 16, 4),
+        ({"rollout": {"servers": 3}}, 2, 16, 1),  # they share what there is
+        ({}, 0, 16, 8),
+        ({"rollout": {"servers": 3}}, 0, 16, 4),
+        ({}, 0, 1, 1),
+    ],
+)
+def test_as_many_cells_run_at_once_as_the_host_holds(
+    settings: dict[str, Any], gpus: int, cores: int, count: int
+) -> None:
+    config = make_config(placement=settings, judge={"path": "judge" if "judge" in settings else ""})
+    assert cells_at_once(config, gpus, cores) == count
+
+
+@pytest.mark.parametrize("servers", ["1,3", "3,1"])
+def test_places_are_as_large_as_the_largest_cell_wants(box: None, tmp_path: Path, servers: str) -> None:
+    axes = (staleness_axis("0"), key_axis(f"placement.rollout.servers={servers}"), seed_axis(1, 0))
+    text = plan_of(make(tmp_path, axes=axes, parallel=None))
+    assert "2 at once: GPU 0,1,2,3, core 0,1" in text and "; GPU 4,5,6,7, core 16" in text
+
+
+@pytest.mark.parametrize("parallel", [None, 2])
+def test_cells_that_would_run_on_a_ray_cluster_are_not_run_at_once(
+    box: None, tmp_path: Path, parallel: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = make(tmp_path, parallel=parallel)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match="--parallel"):
+        run_sweep(sweep, Trainer())
+    assert run_sweep(dataclasses.replace(sweep, parallel=1), Trainer()).pending == []
+    monkeypatch.delenv("RAY_ADDRESS")
+    nodes = ("placement.learner.nodes=1", "placement.rollout.nodes=1")
+    with pytest.raises(ConfigError, match="--parallel"):
+        run_sweep(dataclasses.replace(sweep, overrides=nodes, folder=tmp_path / "nodes"), Trainer())
+
+
+@pytest.mark.parametrize(("gpus", "cores"), [(["0", "1"], 8), ([], 2)])
+def test_more_cells_at_once_than_gpus_or_cores_are_refused(gpus: list[str], cores: int) -> None:
+    with pytest.raises(ConfigError, match=r"^--parallel .*got 3"):
+        divide(3, gpus, range(cores))
+
+
+def test_a_cell_that_another_process_trains_is_left_alone(tmp_path: Path) -> None:
+    """The run of a sweep that was killed goes on to its end."""
+    sweep, trainer = make(tmp_path), Trainer()
+    run_sweep(dataclasses.replace(sweep, max_cells=1), Trainer(fails="staleness-0.seed-0"))
+    first = all_cells(sweep.axes, sweep.folder)[0]
+    first.folder.mkdir(parents=True, exist_ok=True)
+    with open_lock(first.folder):
+        progress = run_sweep(sweep, trainer)
+    assert first in progress.pending and len(trainer.cells) == 3
+    assert run_sweep(sweep, Trainer()).pending == []
+
+
+def test_a_second_sweep_in_the_folder_of_one_that_runs_is_refused(tmp_path: Path) -> None:
+    sweep, trainer = make(tmp_path), Trainer()
+    sweep.folder.mkdir()
+    with sole_sweep(sweep.folder), pytest.raises(ConfigError, match="--name"):
+        run_sweep(sweep, trainer)
+    assert trainer.cells == []
+    assert run_sweep(sweep, trainer).pending == []
+
+
+def test_a_dry_run_says_cells_places_and_time(box: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--staleness", "0,1,2,3,4,5,6,7,8,9,10", "--seeds", "3", "--seconds", "600", "--name", "s"]
+    command = ["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path}", *options, "--parallel", "auto", "--dry-run"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "4 at once: GPU 0,1, core 0,1,2,3,4,5,6,7; GPU 2,3, core 8" in text and "90 min" in text
+    assert text.count("| starts |") == 33 and not (tmp_path / "s").exists()
+    assert "10 min" in plan_of(make(tmp_path, seconds=600.0, max_cells=1)), "of the cells of this command"
+
+
+@pytest.mark.processes
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, ends_at: int, signals: int) -> tuple[int, float]:
+    """Send signals to a sweep of three cells, two at once, which end at signal `ends_at`; return exit code and seconds.
+
+    The seconds are those after the last signal. The cells end after 20 s at the latest.
+    """
+    asked = folder / "asked"
+    asked.mkdir()
+    cell = folder / "cell"
+    cell.write_text(
+        f"#!/bin/sh\ncount=0; echo > {asked}/$$.0\n"
+        f"trap 'count=$((count + 1)); echo > {asked}/$$.$count; [ $count -ge {ends_at} ] && exit 130' TERM\n"
+        "for i in $(seq 400); do sleep 0.05; done\n"
+    )
+    cell.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(cell))
+    sent_s: list[float] = []
+
+    def send() -> None:
+        for number in range(signals):
+            wait_until(lambda of=number: len([*asked.glob(f"*.{of}")]) == 2, 60, "both cells")  # type: ignore[misc]
+            sent_s.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    words = ["--staleness", "0", "--seeds", "3", "--parallel", "2", f"run.dir={folder}", "timeouts.shutdown_s=1"]
+    code = main(["sweep", str(base_yaml(folder)), *words])
+    sender.join()
+    assert {len([*asked.glob(f"*.{number}")]) for number in range(min(signals, ends_at) + 1)} == {2}
+    return code, time.monotonic() - sent_s[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core holds one cell")
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_cells_of_an_interrupted_sweep_end_in_order_or_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signals: int
+) -> None:
+    assert interrupted(tmp_path, monkeypatch, ends_at=signals, signals=signals)[0] == 130
+    assert "2 cells" in capfd.readouterr().err

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +302,7 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
                 )
 
 
-def check_unchanged(cell: Cell, config: Config) -> None:
+def check_unchanged(cell: Cell, config: str) -> None:
     """Check that the run in a cell's folder, if there is one, began with the settings that the sweep has for it now.
 
     Its place and what changes no result may differ.
@@ -314,7 +315,7 @@ def check_unchanged(cell: Cell, config: Config) -> None:
     record, file = read_record(cell.folder), _started_file(cell)
     if record is None and not file.is_file():
         raise ConfigError(f"{cell.folder} holds a run that no sweep has started: move it away, or give another --name")
-    now = leaves(dump_config(config))
+    now = leaves(config)
     for key, value in leaves(record.config if record else file.read_text()).items():
         if now.get(key, value) != value and not sets_one_of(key, (*PLACE_KEYS, *RESULTLESS_KEYS)):
             raise ConfigError(
@@ -329,6 +330,13 @@ def run_seconds(run_dir: Path) -> float:
     return max((each for each in times if each is not None), default=0.0)
 
 
+@lru_cache(maxsize=1024)
+def read_config(text: str) -> dict[str, Any]:
+    """Return the configuration in a YAML text, which takes 0.1 s to read. The caller must not change it."""
+    config: dict[str, Any] = read_yaml(text)[0]
+    return config
+
+
 def leaves(config: str) -> dict[str, Any]:
     """Return {dotted key: value} of a configuration in YAML."""
     def walk(tree: dict[str, Any], prefix: str) -> None:
@@ -339,5 +347,5 @@ def leaves(config: str) -> dict[str, Any]:
                 found[f"{prefix}{key}"] = value
 
     found: dict[str, Any] = {}
-    walk(read_yaml(config)[0], "")
+    walk(read_config(config), "")
     return found

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from async_rl.base.config.check import check
-from async_rl.base.config.yaml_text import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.figures import is_warm_up
-from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title
+from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title, read_config
 from async_rl.tools.sweeps.results import Run, Step, read_runs
 from async_rl.tools.sweeps.settings import Setting, recommendation, settings_of
 from async_rl.tools.sweeps.tables import Table
@@ -252,9 +251,9 @@ def workload_of(found: Sequence[Stages], rules: Workload, own: Sequence[Stages] 
     if len(found) > 1 and load.std() > 0.1 * load.mean():
         load_s = float(np.clip(np.polyfit(load, durations, 1)[0], 0.0, load_s))
     alone_s = float(np.mean(durations - load_s * (load - 1)))
-    of_groups = {name: mean(name, found) for name in ("group_cv", "failed")}
-    of_learner = {name: mean(name, own or found) for name in LEARNER_S}
-    return dataclasses.replace(rules, group_mean_s=max(alone_s, 1e-6), load_s=load_s, **of_groups, **of_learner)
+    measured: dict[str, Any] = {name: mean(name, found) for name in ("group_cv", "failed")}
+    measured |= {name: mean(name, own or found) for name in LEARNER_S}
+    return dataclasses.replace(rules, group_mean_s=float(np.maximum(alone_s, 1e-6)), load_s=load_s, **measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,5 +351,4 @@ def rules_of(run: Run) -> Workload:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    config: dict[str, Any] = read_yaml((run.folder / "config.yaml").read_text())[0]
-    return config
+    return read_config((run.folder / "config.yaml").read_text())

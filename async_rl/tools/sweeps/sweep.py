@@ -223,9 +223,10 @@ def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
-    check_comparable([*finished.items(), *((cell.folder, make_record(cell, configs[cell.name])) for cell in cells)])
+    records = {cell.folder: make_record(cell, configs[cell.name]) for cell in cells}
+    check_comparable([*finished.items(), *records.items()])
     for cell in cells:
-        check_unchanged(cell, configs[cell.name])
+        check_unchanged(cell, records[cell.folder].config)
     return cells, configs
 
 

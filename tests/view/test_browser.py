@@ -162,7 +162,7 @@ def test_lanes_show_the_chosen_steps(page: Page) -> None:
     page.get_by_label("to", exact=True).fill("4")
     page.get_by_role("button", name="Show").click()
     expect(page.locator("#waits")).to_contain_text("0.60 s")
-    page.get_by_role("button", name="Newest").click()
+    page.get_by_role("link", name="Newest").click()
     expect(page.get_by_label("to", exact=True)).to_have_value("12")
 
 

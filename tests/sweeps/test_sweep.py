@@ -375,6 +375,13 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, ends_at: int, sig
     return code, time.monotonic() - sent_s[-1]
 
 
+def test_no_cell_begins_once_its_sweep_is_stopping(tmp_path: Path) -> None:
+    processes, cell = CellProcesses(tmp_path), all_cells(make(tmp_path).axes, tmp_path)[0]
+    assert processes.stop() == 0
+    assert processes.train(["async-rl", "--help"], cell, CellPlace())
+    assert not (tmp_path / f"{cell.name}.log").read_text()
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core holds one cell")
 @pytest.mark.parametrize("signals", [1, 2])

@@ -189,6 +189,7 @@ def test_a_server_that_stood_still_before_a_push_is_pushed_to_again_a_few_times(
             push(publisher)
 
 
+@pytest.mark.timeout(45)  # the learner's own half of the join waits for a minute longer
 @pytest.mark.parametrize("loses_slow_servers", [False, True])
 def test_a_live_server_that_does_not_join_is_an_error_unless_slow_ones_are_lost(
     loses_slow_servers: bool, url_of_server: Any

@@ -223,7 +223,9 @@ _FOR_EVER = timedelta(days=1000)
 def tell_to_abort(store: Store, group_name: str) -> None:
     """Make every server that waits in `abort_when_told` abort the group."""
     with suppress(DistError, RuntimeError):  # a store that can't be reached has been noticed by the servers too
-        PrefixStore(group_name, store).set(_KEY, "")
+        # A connection of its own: a thread of the learner that still waits for members to join keeps the other busy.
+        own = store.clone()  # type: ignore[attr-defined]
+        PrefixStore(group_name, own).set(_KEY, "")
 
 
 def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) -> None:

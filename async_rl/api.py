@@ -79,7 +79,7 @@ class TrainingRun:
     def __init__(
         self, config: Configuration | None = None, overrides: Sequence[str] = (), resume: str | Path = ""
     ) -> None:
-        self.config, self._is_complete = config_to_start(config, overrides, resume)
+        self.config, self._complete_dir = config_to_start(config, overrides, resume)
         self.summary: dict[str, Any] = {}
         """The content of summary.json, once the run has ended."""
         self._events: queue.SimpleQueue[TrainedStep | None] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ class TrainingRun:
     @property
     def run_dir(self) -> Path:
         """The directory of the run; before it has begun, the one that it gets unless another run has the name."""
-        return self._control.run_dir or self.config.run_dir
+        return self._control.run_dir or self._complete_dir or self.config.run_dir
 
     def end(self, reason: str = "the program ended the run") -> None:
         """Have the run end after its step as if run.steps were reached: it is evaluated, saved and summed up.
@@ -161,8 +161,8 @@ class TrainingRun:
         from async_rl.pipeline import run
 
         try:
-            if self._is_complete:
-                print(nothing_left(self.config))
+            if self._complete_dir:
+                print(nothing_left(self.config, self._complete_dir))
                 self.summary = json.loads((self.run_dir / "summary.json").read_text())
                 return
             self.summary = run(self.config, self._signals, control=self._control)
@@ -229,11 +229,11 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
 
 def config_to_start(
     config: Configuration | None, overrides: Sequence[str] = (), resume: str | Path = ""
-) -> tuple[Config, bool]:
-    """Return the Config of a run that starts or continues, and whether resume="auto" finds that run complete.
+) -> tuple[Config, Path | None]:
+    """Return the Config of a run that starts or continues, and the run directory if resume="auto" finds it complete.
 
     Args:
-        config, overrides, resume: as for `TrainingRun`. The Config of a complete run has the name of its directory.
+        config, overrides, resume: as for `TrainingRun`.
 
     Raises:
         ConfigError: there is neither a configuration nor a run to continue, or a setting can't work.
@@ -249,20 +249,20 @@ def config_to_start(
         wanted = config_of(config, overrides)
         found = find_run(wanted)
         if found and is_complete(found, wanted):
-            return dataclasses.replace(wanted, run=dataclasses.replace(wanted.run, name=found.name)), True
+            return wanted, found
         resume = str(found or "")
-    return config_of(config, [*overrides, *([text_override("run.resume", resume)] if resume else [])]), False
+    return config_of(config, [*overrides, *([text_override("run.resume", resume)] if resume else [])]), None
 
 
-def nothing_left(config: Config) -> str:
+def nothing_left(config: Config, run_dir: Path) -> str:
     """Return the sentence on a run that `config_to_start` finds complete."""
-    summary = json.loads((config.run_dir / "summary.json").read_text())
+    summary = json.loads((run_dir / "summary.json").read_text())
     if summary["steps"] >= config.run.steps:
-        return f"{config.run_dir} has its {config.run.steps} steps: nothing is left to train"
+        return f"{run_dir} has its {config.run.steps} steps: nothing is left to train"
     reason = summary.get("ended", f"run.seconds is {config.run.seconds:g}")
     return (
-        f"{config.run_dir} has ended after {summary['steps']} steps: {reason.rstrip('.')}. Nothing is left to train; "
-        f"`async-rl train --resume {config.run_dir}` goes on all the same"
+        f"{run_dir} has ended after {summary['steps']} steps: {reason.rstrip('.')}. Nothing is left to train; "
+        f"`async-rl train --resume {run_dir}` goes on all the same"
     )
 
 

@@ -206,9 +206,9 @@ def _train(args: argparse.Namespace) -> int:
         from async_rl.run.before_start.dry_run import dry_run
 
         signals.check()
-        config, is_complete = config_to_start(args.config, args.overrides, args.resume)
-        if is_complete:
-            print(nothing_left(config))
+        config, complete_dir = config_to_start(args.config, args.overrides, args.resume)
+        if complete_dir:
+            print(nothing_left(config, complete_dir))
             return 0
         signals.check()
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext

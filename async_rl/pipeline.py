@@ -27,16 +27,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config, Limit
+from async_rl.base.config.resolve import Decided, resolve
 from async_rl.base.errors import (
     AsyncRLError,
     NothingToLearnError,
@@ -44,18 +45,18 @@ from async_rl.base.errors import (
     ProcessKilledError,
     WaitTimeoutError,
 )
-from async_rl.base.models_and_data.hub import located, pinned, upload_model
-from async_rl.base.models_and_data.hub_names import hub_repos, with_absolute_paths
+from async_rl.base.models_and_data.hub import commits, located, upload_model
+from async_rl.base.models_and_data.hub_names import absolute_paths, hub_repos
 from async_rl.base.run_dir.checkpoints import list_checkpoints
 from async_rl.base.run_dir.free_space import full_disk_named
 from async_rl.base.run_dir.run_dir import INTERRUPTED, open_run_dir
-from async_rl.base.run_dir.watch_events import with_rollbacks
+from async_rl.base.run_dir.watch_events import rollbacks_of
 from async_rl.base.run_dir.whole_file import write_whole
 from async_rl.base.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.base.telemetry.status import NORMAL_END
 from async_rl.run.before_start.preflight import check_inputs, check_names
 from async_rl.run.log.run_log import RunLog
-from async_rl.run.processes.placement import Reservation, reserve, resolve_placement, runs_here, servers_per_gpu
+from async_rl.run.processes.placement import Reservation, decide_placement, reserve, runs_here, servers_per_gpu
 from async_rl.run.processes.ray_start import open_ray, ray_messages_in
 from async_rl.run.processes.run_control import RunControl
 from async_rl.run.processes.signals import StopSignals
@@ -88,45 +89,57 @@ def run(
             return run(config, signals, beside, control)
     with signals.deferred():
         check_names(config)
-        config = pinned(config)
+        decided = commits(config)
         signals.check()
-        cautions = check_inputs(located(config, check=signals.check))
+        cautions = check_inputs(located(resolve(config, decided), check=signals.check))
         signals.check()
-        control = control or RunControl()
-        summary = _run_once(with_rollbacks(config), signals, cautions, beside, control)
-        while "rolled_back" in summary:
-            again = replace(config, run=replace(config.run, resume=summary["run_dir"]))
-            summary = _run_once(with_rollbacks(again), signals, cautions, beside, control)
+        control, resume = control or RunControl(), config.run.resume
+        while True:
+            decided = {**decided, **rollbacks_of(resume)}
+            summary = _run_once(config, decided, signals, cautions, beside, control)
+            if "rolled_back" not in summary:
+                break
+            resume = summary["run_dir"]
     if "ended" in summary and summary["steps"] == 0:
         raise NothingToLearnError(f"the run has learned nothing, it ended without a step: {summary['ended']}")
     return summary
 
 
 def _run_once(
-    config: Config, signals: StopSignals, cautions: Sequence[str],
+    config: Config, decided: Decided, signals: StopSignals, cautions: Sequence[str],
     beside: Callable[[Path], AbstractContextManager[object]], control: RunControl,
 ) -> dict[str, Any]:  # fmt: skip
     """Train until the end, an interrupt or a rollback of the watcher, after which the caller resumes the run."""
-    with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
-        control.run_dir = config.run_dir
+    with contextlib.ExitStack() as stack:
+        decided = stack.enter_context(open_run_dir(config, decided))
+        run_dir = control.run_dir = resolve(config, decided).run_dir
+        stack.enter_context(full_disk_named(run_dir))
+        stack.enter_context(beside(run_dir))
         try:
-            summary = train_once(config, signals, cautions, control)
+            summary = train_once(config, decided, signals, cautions, control)
         except (ProcessDiedError, WaitTimeoutError) as error:
-            if not list_checkpoints(config.run_dir):
+            if not list_checkpoints(run_dir):
                 raise
-            raise type(error)(f"{error}\nresume with: async-rl train --resume {config.run_dir}") from None
+            raise type(error)(f"{error}\nresume with: async-rl train --resume {run_dir}") from None
         if signals.requested:
-            has_checkpoint = bool(list_checkpoints(config.run_dir))
-            raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}" * has_checkpoint)
+            has_checkpoint = bool(list_checkpoints(run_dir))
+            raise KeyboardInterrupt(f"resume with: async-rl train --resume {run_dir}" * has_checkpoint)
         return summary
 
 
-def train_once(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
-    """Train in an open run directory until the end, an interrupt or a rollback; returns the content of summary.json."""
+def train_once(
+    loaded: Config, decided: Decided, signals: StopSignals, cautions: Sequence[str], control: RunControl
+) -> dict[str, Any]:
+    """Train in an open run directory until the end, an interrupt or a rollback; returns the content of summary.json.
+
+    Args:
+        loaded: the user's configuration. Every process gets it, and what is decided until then.
+    """
+    config = resolve(loaded, decided)
     run_dir = config.run_dir
     signals.is_heeded = False  # after a rollback, training begins again
     with (
-        contextlib.closing(RunLog(config, control.on_step)) as log, own_keys(config, run_dir / "keys") as config,
+        contextlib.closing(RunLog(config, control.on_step)) as log, own_keys(config, run_dir / "keys") as keys,
         open_ray(config), ray_messages_in(run_dir / "logs" / "ray.log"),
     ):  # fmt: skip
         signals.install()
@@ -135,13 +148,15 @@ def train_once(config: Config, signals: StopSignals, cautions: Sequence[str], co
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.run.processes.actor_group import ActorGroup
+        from async_rl.run.processes.entering import Origin
         from async_rl.run.processes.supervisor import Supervisor
 
         reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
-        config = resolve_placement(config, reservation)
-        config = config if runs_here(config) else with_absolute_paths(config)
-        processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config))
+        paths = {} if runs_here(config) else absolute_paths(config)
+        decided = {**decided, **keys, **decide_placement(config, reservation), **paths}
+        origin = Origin(os.getcwd(), loaded, decided, client_keys_to_send(config, keys))
+        processes = ActorGroup(run_dir, reservation, signals, origin)
         supervisor = Supervisor(config, processes, log)
         try:
             buffer_address, judges = start_processes(config, processes, log, reservation)
@@ -191,15 +206,13 @@ def start_processes(
     began_s = time.monotonic()
     how_far = f"`async-rl status {config.run_dir}` tells how far"
     log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s); {how_far}")
-    buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
+    buffer = processes.start("buffer", BufferActor, max_concurrency=4)
     servers_by_name = {
-        name: processes.start(name, server_class(name), config, index) for index, name in enumerate(config.server_names)
+        name: processes.start(name, server_class(name), index) for index, name in enumerate(config.server_names)
     }
-    judges = {
-        name: processes.start(name, JudgeActor, config, index) for index, name in enumerate(config.judge_names)
-    }
+    judges = {name: processes.start(name, JudgeActor, index) for index, name in enumerate(config.judge_names)}
     learners = {
-        f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, r, threads=learner_threads(config))
         for r in range(ranks)
     }
     starting = {**servers_by_name, **judges}
@@ -309,7 +322,7 @@ async def revive_buffer(
     began_s, port = time.monotonic(), int(address.rpartition(":")[2])
     while True:
         log.logger.note("the buffer's process died; another one goes on from its journal")
-        buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
+        buffer = processes.start("buffer", BufferActor, port, max_concurrency=4)
         try:
             await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("startup_s"), "the restart")
             return

@@ -37,6 +37,7 @@ import zmq
 
 from async_rl.base.config import BufferConfig, CheckpointConfig, Config, RunConfig
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.messages.codec import encode_group
 from async_rl.base.types import Group, Row, Slot
@@ -255,7 +256,8 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
     rows = ("plain", "forwarded", "buffer", "journal", "clients", "keys")
     figures: dict[str, list[Figures]] = {row: [] for row in rows}
-    with tempfile.TemporaryDirectory() as folder, own_keys(config, Path(folder) / "keys") as with_keys:
+    with tempfile.TemporaryDirectory() as folder, own_keys(config, Path(folder) / "keys") as keys:
+        with_keys = resolve(config, keys)
         for number in range(rounds):
             figures["plain"].append(plain(config, 4 * steps))
             figures["forwarded"].append(plain(config, 2 * steps, forwarded=True))

@@ -36,6 +36,7 @@ import aiohttp
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
 from async_rl.base.network import authorization
 from async_rl.base.types import Group
@@ -250,7 +251,8 @@ def main() -> None:
         character_tokenizer().save_pretrained(folder)
         config = load_config(args.config, [*SETTINGS, f"model.path={folder}", *args.overrides])
         logs = args.out.with_name(f"{args.out.name}-server")
-        with own_keys(config, Path(folder) / "keys") as config:
+        with own_keys(config, Path(folder) / "keys") as keys:
+            config = resolve(config, keys)
             rounds = asyncio.run(measure(config, args.batches, args.rounds, args.hang, logs))
     episodes = (args.batches - 1) * config.learner.prompts_per_step * config.rollout.group_size
     numbers = {"command": command, "episodes": episodes, "rounds": [dataclasses.asdict(each) for each in rounds]}

@@ -31,6 +31,7 @@ import aiohttp
 
 from async_rl.base.config import Config, RunConfig, StalenessConfig
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.models_and_data.hub import located, pinned
 from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
@@ -219,7 +220,8 @@ def main() -> None:
         if arguments.groups % config.learner.prompts_per_step:
             parser.error(f"--groups must be a multiple of learner.prompts_per_step={config.learner.prompts_per_step}")
         logs = arguments.out.with_name(f"{arguments.out.stem}-server")
-        with own_keys(config, Path(folder) / "keys") as config:
+        with own_keys(config, Path(folder) / "keys") as keys:
+            config = resolve(config, keys)
             rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench, logs))
     medians = {key: statistics.median(series) for key, series in rates.items()}
     ratios = {"ratio": medians["pipeline"] / medians["plain"]}

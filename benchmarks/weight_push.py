@@ -39,6 +39,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.weights import open_publisher
 from async_rl.base.weights.transport import serving_dtype
@@ -214,8 +215,8 @@ def main() -> None:
         )  # fmt: skip
         if arguments.sglang:
             save_random_model(arguments.sglang, Path(folder))
-            with own_keys(base, Path(folder) / "keys") as base:
-                rows = asyncio.run(sglang_rows(base, arguments))
+            with own_keys(base, Path(folder) / "keys") as keys:
+                rows = asyncio.run(sglang_rows(resolve(base, keys), arguments))
         else:
             torch.set_num_threads(1)
             rows = receiver_rows(base, arguments)

@@ -11,10 +11,13 @@ import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import grimp
 import pytest
+
+from async_rl.base.config import Config
 
 pytestmark = pytest.mark.processes
 
@@ -130,11 +133,26 @@ def test_imports_point_down() -> None:
 
 def test_there_is_no_import_circle() -> None:
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=False)
-    # Config calls the checks of this module on itself, which is why they name its type.
-    graph.remove_import(importer="async_rl.base.config.cross_section", imported="async_rl.base.config")
+    # Config calls these modules on itself, which is why they name its type.
+    for module in ("cross_section", "resolve"):
+        graph.remove_import(importer=f"async_rl.base.config.{module}", imported="async_rl.base.config")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     order = list(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the modules of a circle
     assert order.index("async_rl.base.errors") < order.index("async_rl.base.config") < order.index("async_rl.cli")
+
+
+def test_no_function_but_resolve_changes_a_config() -> None:
+    sections = {field.name for field in fields(Config)}
+    found = []
+    for file in python_files():
+        name = str(file.relative_to(ROOT))
+        if name.startswith(("tests/", "benchmarks/")) or name == "async_rl/base/config/resolve.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("replace", "dataclasses.replace"):
+                changed = ast.unparse(node.args[0]).rpartition(".")[2].lstrip("_")
+                found += [f"{name}:{node.lineno}"] * (changed in {"config", "settings", *sections})
+    assert found == []
 
 
 def test_importing_the_light_modules_brings_nothing_heavy() -> None:

@@ -23,7 +23,7 @@ def test_every_process_of_a_run_shares_memory_by_nccl_as_sglang_does(
     monkeypatch.chdir(tmp_path)
     task = TaskConfig(name="reasoning_gym/chain_sum")
     config = Config(model=ModelConfig(path="none"), task=task, run=RunConfig(dir=str(tmp_path)))
-    enter(Origin(str(tmp_path)), config, "learner/0")
+    enter(Origin(str(tmp_path), config), "learner/0")
     assert {name: os.environ[name] for name in NCCL} == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
 
 

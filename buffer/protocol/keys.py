@@ -16,7 +16,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import Decided
 from async_rl.base.errors import ConfigError
 
 DOMAIN = "buffer"
@@ -75,21 +75,21 @@ def new_keys(folder: Path) -> None:
 
 
 @contextmanager
-def own_keys(config: Config, folder: Path) -> Iterator[Config]:
-    """Yield the config with newly made keys in `folder` as its network.keys; they are removed at the end of the block.
+def own_keys(config: Config, folder: Path) -> Iterator[Decided]:
+    """Yield network.keys: newly made keys in `folder`, which are removed at the end of the block.
 
-    A config that has network.keys, or wants none (network.insecure), is yielded as it is.
+    Yields {} if the configuration has network.keys, or wants none (network.insecure).
 
     Raises ConfigError if the keys can't be written.
     """
     network = config.network
     if network.keys or network.insecure:
-        yield config
+        yield {}
         return
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     new_keys(folder)
     try:
-        yield replace(config, network=replace(network, keys=str(folder)))
+        yield {"network.keys": str(folder)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -105,14 +105,14 @@ def check_keys(folder: str) -> None:
         _load(Path(folder) / name)
 
 
-def client_keys_to_send(config: Config) -> dict[str, bytes]:
+def client_keys_to_send(config: Config, made: Decided) -> dict[str, bytes]:
     """Return {file name: content} of the client's keys that the run has made (`own_keys`), for its other hosts.
 
     {} if the run is on one host, or if it has made no keys: keys of network.keys are copied to the hosts by the user.
     """
-    folder = config.run_dir / "keys"
-    if config.placement.num_nodes == 1 or config.network.keys != str(folder):
+    if config.placement.num_nodes == 1 or not made:
         return {}
+    folder = Path(made["network.keys"])
     return {name: (folder / name).read_bytes() for name in ("server.key", "client.key_secret")}
 
 

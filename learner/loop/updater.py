@@ -46,7 +46,7 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
-from learner.memory.plan import with_checkpointing
+from learner.memory.plan import decide_checkpointing
 from learner.models.network import open_critic
 from learner.models.policy import Reference, layout_of, open_policy, shard
 from learner.models.reward_model import RewardModel
@@ -64,7 +64,8 @@ class Updater:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.config = config = with_checkpointing(config, device)
+        self.config = config
+        checkpoints = decide_checkpointing(config, device)
         self.objective = Objective(config)
         self.device = device
         torch.manual_seed(config.run.seed)
@@ -74,7 +75,7 @@ class Updater:
         self.policy = open_policy(config.model, dtype)
         self.policy.forbidden = forbidden_tokens(config)
         offloads = config.learner.offload == "all"
-        shard(self.policy, ranks, config.learner, offloads)
+        shard(self.policy, ranks, config.learner, offloads, checkpoints)
         self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
         lr = policy_lr(config) / config.watch.kl_factor
         self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
@@ -87,7 +88,7 @@ class Updater:
         self.critic = None
         if self.objective.advantage.needs_critic:
             self.critic = open_critic(config, dtype)
-            shard(self.critic, ranks, config.learner, offloads)
+            shard(self.critic, ranks, config.learner, offloads, checkpoints)
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +64,17 @@ def free_room(config: Config, device: torch.device) -> int:
     return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks
 
 
-def with_checkpointing(config: Config, device: torch.device) -> Config:
-    """Return the config with true or false for learner.gradient_checkpointing auto. Collective.
+def decide_checkpointing(config: Config, device: torch.device) -> bool:
+    """Return learner.gradient_checkpointing, with auto decided by the memory. Collective.
 
-    It is true if one rank has no room for the activations of a full micro-batch.
+    auto is true if one rank has no room for the activations of a full micro-batch.
     """
     if config.learner.gradient_checkpointing != "auto":
-        return config
+        return config.learner.gradient_checkpointing
     fits = RankMemoryEstimate(config, device.type).fits_plain(free_room(config, device))
     wanted = torch.tensor(float(not fits))
     dist.all_reduce(wanted, dist.ReduceOp.MAX)
-    return replace(config, learner=replace(config.learner, gradient_checkpointing=bool(wanted)))
+    return bool(wanted)
 
 
 class MemoryPlan:

@@ -13,7 +13,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import located
 from async_rl.base.models_and_data.model_folder import writing
 from async_rl.base.run_dir.checkpoints import check_newest, find_checkpoint, run_dir_of
-from async_rl.base.run_dir.resuming import as_trained, config_file
+from async_rl.base.run_dir.resuming import config_file
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from learner.loop.checkpointing import AVERAGE, check_weights, has_average
 from learner.models.loading import read_weights
@@ -43,7 +43,7 @@ def export(source: str | Path, target: Path) -> Path:
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
     config = located(load_config(config_file(run_dir_of(checkpoint))), ["model.path"])
-    policy = open_policy(as_trained(config.model, checkpoint), torch.float32)
+    policy = open_policy(config.model, torch.float32)
     read_weights(policy, policy.lm, "cpu")
     kind = AVERAGE if has_average(checkpoint) else ""
     trained = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}

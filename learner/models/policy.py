@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 
-from async_rl.base.config import Config, LearnerConfig, LoraConfig, ModelConfig
+from async_rl.base.config import Config, LearnerConfig, ModelConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import MARKERS, check_trainable
 from async_rl.base.run_dir.checkpoints import model_folder
@@ -83,20 +82,17 @@ class Policy(Network):
         return scores
 
 
-def open_policy(config: ModelConfig, compute_dtype: torch.dtype, is_trained: bool = True) -> Policy:
+def open_policy(config: ModelConfig, compute_dtype: torch.dtype) -> Policy:
     """Return the model of the folder model.path, with adapters if model.lora.rank is set, but without its weights.
 
-    `shard` or `read_weights` reads them. They are float32 if they are trained, else of the compute type.
+    `shard` or `read_weights` reads them. They are float32.
 
     Raises:
         ConfigError: the learner does not support the model, or model.frozen fits no weight.
     """
     check_trainable(config.path)
-    dtype = torch.float32 if is_trained else compute_dtype
-    lm = open_model(AutoModelForCausalLM, config.path, dtype, attn_implementation=config.attn_implementation)
-    if not is_trained:
-        lm.requires_grad_(False)
-    elif config.frozen:
+    lm = open_model(AutoModelForCausalLM, config.path, torch.float32, attn_implementation=config.attn_implementation)
+    if config.frozen:
         freeze(lm, config.frozen)
     if config.lora.rank:
         add_adapters(lm, config.lora)
@@ -105,7 +101,9 @@ def open_policy(config: ModelConfig, compute_dtype: torch.dtype, is_trained: boo
     return Policy(lm.eval(), compute_dtype)
 
 
-def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool = False) -> None:
+def shard(
+    network: Network, ranks: Ranks, config: LearnerConfig, offload: bool = False, checkpoints: bool = False
+) -> None:
     """Shard a network in place with FSDP2: one unit for each transformer block, one for the rest.
 
     With sequence parallelism embeddings and head are units of their own, split over the ranks of a sequence group.
@@ -116,6 +114,7 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
 
     Args:
         offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
+        checkpoints: compute each block's activations again in the backward pass, to save memory.
 
     Raises:
         ConfigError: the model folder lacks weights, or one of this rank's is not finite.
@@ -136,7 +135,7 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
     for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
-        if config.gradient_checkpointing is True:  # the Updater resolves auto
+        if checkpoints:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
@@ -236,8 +235,10 @@ class Reference:
         self._policy = policy
         if not config.model.lora.rank or config.reference.path:
             path = config.reference.path or config.model.path
-            model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
-            self._policy = open_policy(model, dtype, is_trained=False)
+            check_trainable(path)
+            attention = config.model.attn_implementation
+            lm = open_model(AutoModelForCausalLM, path, dtype, attn_implementation=attention)
+            self._policy = Policy(lm.requires_grad_(False).eval(), dtype)
             expected, found = policy.lm.config.vocab_size, self.lm.config.vocab_size
             if expected != found:
                 raise ConfigError(

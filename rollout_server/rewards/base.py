@@ -10,8 +10,8 @@ without special tokens, or a `Reward`, which declares more (rollout_server/rewar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_rl.base.config import Config, RewardConfig
@@ -81,24 +81,26 @@ class NamedReward:
         return self.concurrency or (MAX_TASKS if is_async(function) else MAX_THREADS)
 
 
-def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> tuple[NamedReward, ...]:
+def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
     """Return the rewards of the configuration; () if the environment or the agent gives all of them.
-
-    Args:
-        alone: the configuration key of a reward that is the only one, for errors.
 
     Raises:
         ConfigError: there is no such reward, it takes other arguments or settings, or it does not suit the algorithm.
     """
-    found = []
-    for index, each in enumerate(config.task.named_rewards):
-        key = f"task.rewards[{index}]" if config.task.rewards else alone
-        name_key = f"{key}.reward" if config.task.rewards else alone
+    return _opened(config, task, config.task.named_rewards, "task.rewards" if config.task.rewards else "task.reward")
+
+
+def _opened(config: Config, task: Verifier, rewards: Sequence[RewardConfig], of: str) -> tuple[NamedReward, ...]:
+    """Return the rewards that the setting `of` names: task.rewards, or a key of a single one."""
+    found, is_list = [], of == "task.rewards"
+    for index, each in enumerate(rewards):
+        key = f"{of}[{index}]" if is_list else of
+        name_key = f"{key}.reward" if is_list else of
         reward = _find_reward(each.reward, name_key) if each.reward else _own_reward(task)
         settings = _settings(reward, each, key)
         if reward.function:
             _check_arguments(reward.function, reward, settings is not None, name_key, each.reward)
-        gets_greedy = config.algorithm.advantage_entry.needs_greedy_baseline and alone != "eval.gold_reward"
+        gets_greedy = config.algorithm.advantage_entry.needs_greedy_baseline and of != "eval.gold_reward"
         check(
             reward.of != "group" or not gets_greedy, name_key, each.reward,
             f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
@@ -111,14 +113,14 @@ def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> 
         if reward.check:
             reward.check(config, settings, timeout_s, key)
         about = reward.describe(config, settings) if reward.describe else ""
-        own_limit = f"{key}.timeout_s" if config.task.rewards else "its own time limit"
+        own_limit = f"{key}.timeout_s" if is_list else "its own time limit"
         found.append(NamedReward(
             name=each.name, weight=each.weight, weights=each.weights, reward=reward, settings=settings,
             timeout_s=timeout_s,
             limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else own_limit,
             concurrency=each.concurrency or own.concurrency,
             identity=_identity(each.reward, reward, settings, config), about=about,
-            logs_score=bool(config.task.rewards),
+            logs_score=is_list,
         ))
     return tuple(found)
 
@@ -149,11 +151,11 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
         not config.task.gives_rewards, "eval.gold_reward", name, "empty with task.env or task.agent",
         "It scores answers to questions.",
     )
-    alone = replace(config.task, reward="" if name == "task" else name, rewards=())
-    found = open_rewards(replace(config, task=alone), task, "eval.gold_reward")
-    _check_held_out(config, task)
     # under a name of its own, so that its costs are kept apart from the rewards that are trained on
-    return tuple(replace(each, name="eval.gold_reward") for each in found)
+    gold = RewardConfig(name="eval.gold_reward", reward="" if name == "task" else name)
+    found = _opened(config, task, [gold], "eval.gold_reward")
+    _check_held_out(config, task)
+    return found
 
 
 def _check_held_out(config: Config, task: Verifier) -> None:

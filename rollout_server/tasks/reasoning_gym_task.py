@@ -99,8 +99,9 @@ class ReasoningGymTask(Task):
         if not self._scorer.runs_answers:
             return
         needed_s = 2 * WALL_S + MARGIN_S  # the right answer is scored too, if an answer can't be read
+        limit = f"{key}.timeout_s" if key.startswith("task.rewards") else "timeouts.reward_s"
         check(
-            needed_s <= timeout_s, f"{key}.timeout_s" if config.task.rewards else "timeouts.reward_s", timeout_s,
+            needed_s <= timeout_s, limit, timeout_s,
             f"at least {needed_s:g} with task.name {config.task.name}",
             "Else an answer whose score takes long would cost its whole group the reward.",
         )

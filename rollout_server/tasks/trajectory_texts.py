@@ -8,10 +8,10 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.config.yaml_text import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import located
-from async_rl.base.models_and_data.hub_names import with_name
 from async_rl.base.models_and_data.model_folder import has_tokenizer, load_tokenizer
 from async_rl.base.types import Prompt
 from rollout_server.tasks.base import open_task
@@ -61,7 +61,7 @@ def _with_tokenizer(config: Config, own: Path) -> Config:
     It is `own`, the run's model, if that holds one: a copied run may have its model and not model.path.
     """
     if has_tokenizer(own):
-        return with_name(config, "model.path", config.model.path, str(own))
+        return resolve(config, {"model.path": str(own)})
     config = located(config, ["model.path"])
     folders = (Path(config.model.path), own)
     if not has_tokenizer(folders[0]):

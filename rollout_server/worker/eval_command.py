@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import located, pinned
 from async_rl.base.models_and_data.hub_names import DATA_KEYS
@@ -41,7 +42,8 @@ async def _evaluate(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     rewards = open_rewards(config, task)
-    with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name, own_keys(config, Path(name) / "keys") as config:
+    with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name, own_keys(config, Path(name) / "keys") as keys:
+        config = resolve(config, keys)
         engine = open_engine(config, 0, Path(name))
         try:
             await engine.start()

@@ -11,7 +11,6 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.config.check import SettingsError
 from async_rl.base.errors import WireError
-from async_rl.base.run_dir.run_dir import open_run_dir
 from async_rl.base.types import Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.difficulty import PromptDraw, chance, next_streak
@@ -22,7 +21,7 @@ from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import learner_at, with_worker
 from tests.kit.buffer.journal import journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
-from tests.kit.configs import buffer_config, changed
+from tests.kit.configs import buffer_config, changed, opened_run
 from tests.kit.groups import make_group, make_row
 from tests.kit.runs import make_checkpoint
 
@@ -174,7 +173,7 @@ def test_a_buffer_that_crashed_knows_the_prompts_and_a_resume_does_too(tmp_path:
         assert [slot.prompt_index > max(indices) for slot in with_worker(again.address, admit)] == [True] * 4
 
     make_checkpoint(config.run_dir, 10, buffer=saved)
-    with open_run_dir(changed(config, run={"resume": config.run_dir})) as resumed:
+    with opened_run(changed(config, run={"resume": config.run_dir})) as resumed:
         with serving(resumed) as server:
             kept = {name: value for name, value in counters.items() if name.startswith("difficulty/")}
             assert {name: server.counters()[name] for name in kept} == kept

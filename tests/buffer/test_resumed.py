@@ -16,7 +16,6 @@ from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, WireError
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.run_dir.run_dir import open_run_dir
 from async_rl.base.types import Slot
 from async_rl.tools.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
@@ -25,7 +24,7 @@ from buffer.protocol.wire import pack_request
 from tests.kit.buffer.clients import TIMEOUTS, ask, learner_at, with_worker
 from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
-from tests.kit.configs import changed
+from tests.kit.configs import changed, opened_run
 from tests.kit.groups import make_group, make_row
 from tests.kit.runs import make_checkpoint, training_state
 
@@ -68,14 +67,14 @@ def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tm
     again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # 4 slots
     past = []
     for _ in range(2):  # the second resume follows one that made no checkpoint
-        with open_run_dir(again) as resumed, serving(resumed) as server:
+        with opened_run(again) as resumed, serving(resumed) as server:
             counters = server.counters()
             assert counters["buffer/depth"] == 2, "groups 2 and 3 arrived whole, and all their tokens can be trained on"
             dropped = [counters[f"buffer/dropped_{reason}"] for reason in ("future_version", "failed")]
             assert sum(dropped) == 2, "group 4 has a token of version 2, group 5 never arrived"
             past.append(dropped)
     assert past == [[1, 1], [1, 1]], "the outcome of group 4 is known after every resume"
-    with open_run_dir(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
+    with opened_run(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
         assert [group.group_id for group in learner.take(1).groups] == [2, 3]
         learner.trained(2)
         slots = ask(server.address, [pack_request("admit", 7, worker="rollout/0", max_groups=2, wait_s=1.0)])
@@ -86,7 +85,7 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
     config = journalled(tmp_path, prompts_per_step=2)
     again = run_past_its_checkpoint(config)
     for number in (1, 2):
-        with open_run_dir(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
+        with opened_run(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
             assert [group.group_id for group in learner.take(1).groups] == [2, 3]
             learner.trained(2)
             write_config(resumed)  # the first step of the resume has been logged
@@ -107,7 +106,7 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
 @pytest.mark.parametrize("left", ["logs", "trajectories.lineage_0.sqlite-payloads", "checkpoints/step_9.lineage_1"])
 def test_the_journal_stays_whole_where_files_that_a_resume_set_aside_were_deleted(tmp_path: Path, left: str) -> None:
     config = journalled(tmp_path, prompts_per_step=2)
-    with open_run_dir(run_past_its_checkpoint(config)) as resumed, serving(resumed) as server:
+    with opened_run(run_past_its_checkpoint(config)) as resumed, serving(resumed) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(1)
         shutil.rmtree(checkpoint_folder(config.run_dir, 1))
@@ -117,7 +116,7 @@ def test_the_journal_stays_whole_where_files_that_a_resume_set_aside_were_delete
     for file in config.run_dir.glob("*.lineage_0*"):
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     (config.run_dir / left / "0").mkdir(parents=True)
-    with open_run_dir(changed(config, run={"resume": config.run_dir})) as resumed, serving(resumed) as server:
+    with opened_run(changed(config, run={"resume": config.run_dir})) as resumed, serving(resumed) as server:
         assert server.counters()["buffer/depth"] == 2, "groups 2 and 3 have arrived"
     assert select(config, "SELECT group_id, step FROM trained WHERE row = 0") == [(0, 1), (1, 1)]
 
@@ -125,7 +124,7 @@ def test_the_journal_stays_whole_where_files_that_a_resume_set_aside_were_delete
 def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Path) -> None:
     again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # two answers of three tokens a group
     rollout = dataclasses.replace(again.rollout, group_size=4, max_response_tokens=1)
-    with open_run_dir(dataclasses.replace(again, rollout=rollout)) as resumed, serving(resumed) as server:
+    with opened_run(dataclasses.replace(again, rollout=rollout)) as resumed, serving(resumed) as server:
         assert server.counters()["buffer/depth"] == 0, "groups 2 and 3 are not of the new sizes"
         write_config(resumed)  # the first step of the resume has been logged
     rows = [row for row in exported(resumed) if row["state"] == "trained"]
@@ -142,7 +141,7 @@ def test_arrived_groups_that_a_resume_drops_are_shown_and_exported(
     """Groups 2 and 3 arrived, with answers of 3 and 4 and of 2 and 2 tokens. At bound 0 version 1 is too late for them,
     and in exact mode they don't fill batch 1."""
     again = changed(run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), **sections)
-    with open_run_dir(again) as resumed, serving(resumed) as server:
+    with opened_run(again) as resumed, serving(resumed) as server:
         assert server.counters()["buffer/depth"] == 0
         write_config(resumed)  # the first step of the resume has been logged
     lengths = {2: [3, 4], 3: [2, 2]}
@@ -162,7 +161,7 @@ def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_ag
     again = changed(
         run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), algorithm={"advantage": "remax"}
     )
-    with open_run_dir(again) as resumed, serving(resumed) as server:
+    with opened_run(again) as resumed, serving(resumed) as server:
         counters = server.counters()
         assert (counters["buffer/depth"], counters["buffer/dropped_failed"], counters["buffer/requeued"]) == (0, 4, 4)
         learner = LearnerClient(server.address, TIMEOUTS)

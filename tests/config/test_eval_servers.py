@@ -8,6 +8,7 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError
 from async_rl.run.processes.actors import share_of_cores
 from async_rl.run.processes.placement import servers_per_gpu
@@ -27,7 +28,8 @@ def test_evaluation_servers_come_after_the_rollout_servers_and_have_the_runs_eng
     )
     assert config.server_names == ("rollout/0", "rollout/1", "eval/0", "eval/1")
     assert config.engines == ("sglang", "vllm", "hf", "hf")
-    assert [config.of_server(name).rollout.engine for name in config.server_names] == ["sglang", "vllm", "hf", "hf"]
+    engines = [resolve(config, engine_of(config, name)).rollout.engine for name in config.server_names]
+    assert engines == ["sglang", "vllm", "hf", "hf"]
     assert load().server_names == ("rollout/0",)
 
 

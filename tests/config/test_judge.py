@@ -44,12 +44,6 @@ def test_the_server_has_the_judges_model_and_flags() -> None:
     assert chat_server_flags(config, on_gpu=False)["device"] == "cpu"
 
 
-def test_the_run_fills_in_the_addresses() -> None:
-    config = load(*JUDGE)
-    assert config.with_judge_at(["http://h:1/v1"]).judge.urls == ("http://h:1/v1",)
-    assert config.with_judge_at([]) is config
-
-
 def test_a_judge_of_the_run_has_no_other_addresses_and_its_model_is_checked() -> None:
     def check(config: Config) -> None:
         (found,) = (each for each in input_checks(config) if each.what == "judge.path")

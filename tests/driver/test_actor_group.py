@@ -30,6 +30,7 @@ from async_rl.base.errors import (
 )
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import BufferActor
+from async_rl.run.processes.entering import Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.ray_start import ray_messages_in
 from async_rl.run.processes.signals import StopSignals
@@ -44,7 +45,8 @@ pytestmark = pytest.mark.e2e
 def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorGroup]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r").mkdir()
-    processes = ActorGroup(tmp_path / "r", cast(Reservation, FakeReservation()), StopSignals())
+    origin = Origin(str(tmp_path), make_config())
+    processes = ActorGroup(tmp_path / "r", cast(Reservation, FakeReservation()), StopSignals(), origin)
     yield processes
     processes.stop(1.0)
 
@@ -189,6 +191,8 @@ from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.signals import StopSignals
 from async_rl.base.config import Limit
 from async_rl.base.errors import ProcessKilledError
+from async_rl.run.processes.entering import Origin
+from tests.kit.configs import make_config
 from tests.kit.fake_actors import FakeReservation
 
 class Idle:
@@ -199,7 +203,7 @@ class Idle:
     def stop(self): ...
 
 ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
-group = ActorGroup(Path(sys.argv[1]), FakeReservation(), StopSignals())
+group = ActorGroup(Path(sys.argv[1]), FakeReservation(), StopSignals(), Origin(".", make_config()))
 try:
     group.gather({"buffer": group.start("buffer", Idle).start.remote()}, Limit(60.0, "timeouts.startup_s"), "the start")
 except ProcessKilledError as error:

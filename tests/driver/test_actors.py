@@ -31,7 +31,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.chdir(tmp_path)
 
     def made(kind: Any, keys: dict[str, bytes] | None = None, **sections: Any) -> Any:
-        return kind(Origin(str(tmp_path), keys or {}), make_config(**{"run": {"dir": tmp_path}, **sections}), 0)
+        config = make_config(**{"run": {"dir": tmp_path}, **sections})
+        return kind(Origin(str(tmp_path), config, client_keys=keys or {}), 0)
 
     return made
 

@@ -13,7 +13,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes.addresses import check_addresses, check_server_reaches_learner
-from async_rl.run.processes.placement import Reservation, resolve_placement
+from async_rl.run.processes.placement import Reservation, decide_placement
 from async_rl.run.processes.resources import host_demands
 from tests.kit.configs import make_config
 
@@ -74,9 +74,9 @@ def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url
         before_start.run()
     asked = at(url, transport="auto")
     with pytest.raises(ConfigError, match=message):
-        resolve_placement(asked, Reservation(None, host_demands(asked, 0), ["127.0.0.1"]))
-    resolved = resolve_placement(asked, Reservation(None, host_demands(asked, 2), ["127.0.0.1"]))
-    assert resolved.weight_sync.transport == "disk"
+        decide_placement(asked, Reservation(None, host_demands(asked, 0), ["127.0.0.1"]))
+    decided = decide_placement(asked, Reservation(None, host_demands(asked, 2), ["127.0.0.1"]))
+    assert decided["weight_sync.transport"] == "disk"
 
 
 def test_a_server_whose_name_no_host_has_is_refused() -> None:

@@ -19,7 +19,7 @@ from async_rl.run.before_start.dry_run import dry_run
 from learner.memory import plan as plans
 from learner.memory import rank_memory
 from learner.memory.passes import PassMemory, measure_pass
-from learner.memory.plan import GIB, GRAPHS_BYTES, MemoryPlan, batch_bytes, free_room, with_checkpointing
+from learner.memory.plan import GIB, GRAPHS_BYTES, MemoryPlan, batch_bytes, decide_checkpointing, free_room
 from learner.memory.rank_memory import RankMemory
 from tests.kit.configs import learner_config, make_config
 from tests.kit.model_headers import QWEN2_5, save_headers
@@ -321,12 +321,12 @@ def test_the_learner_resolves_auto_by_its_room(
     config = learner_config(model_folder)
     assert config.learner.gradient_checkpointing == "auto"
     cpu = torch.device("cpu")
-    assert with_checkpointing(config, cpu).learner.gradient_checkpointing is False
+    assert decide_checkpointing(config, cpu) is False
     monkeypatch.setattr(plans, "free_room", lambda config, device: 10_000)
-    assert with_checkpointing(config, cpu).learner.gradient_checkpointing is True
+    assert decide_checkpointing(config, cpu) is True
     for asked in (True, False):
         asks = learner_config(model_folder, learner={"gradient_checkpointing": asked})
-        assert with_checkpointing(asks, cpu) is asks
+        assert decide_checkpointing(asks, cpu) is asked
 
 
 def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

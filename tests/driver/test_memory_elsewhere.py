@@ -11,11 +11,13 @@ from transformers import Qwen2Config
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.pipeline import check_cluster_memory
 from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.processes.actors import LearnerActor
-from async_rl.run.processes.placement import Reservation, resolve_placement
+from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.placement import Reservation, decide_placement
 from async_rl.run.processes.resources import Host, host_demands
 from learner.memory.plan import GIB
 from learner.models.tiny_model import character_tokenizer
@@ -72,9 +74,9 @@ def test_gpus_that_are_too_small_are_refused_with_what_would_fit(two_nodes: Conf
 class Asked:
     """The processes of a run, on hosts whose GPUs have these sizes; what they are asked for is answered at once."""
 
-    def __init__(self, config: Config, **gpu_bytes: int) -> None:
+    def __init__(self, asked: Config, config: Config, **gpu_bytes: int) -> None:
         learner = LearnerActor.__new__(LearnerActor)
-        learner._config = config
+        learner._config, learner._origin = config, Origin("", asked)
         self.actors: dict[str, Any] = {
             name.replace("_", "/"): SimpleNamespace(gpu_bytes=SimpleNamespace(remote=lambda size=size: size))
             for name, size in gpu_bytes.items()
@@ -91,10 +93,10 @@ def test_a_start_on_a_cluster_of_one_gpu_is_checked_as_one_that_shares_it(
 ) -> None:
     save_headers(Qwen2Config(**QWEN2_5["0.5B"]), tmp_path)
     asked = make_config(tmp_path, staleness={"max": 2}, placement={"rollout": {"servers": servers}})
-    config = resolve_placement(asked, Reservation(None, host_demands(asked, 1), ["10.0.0.1"]))
+    config = resolve(asked, decide_placement(asked, Reservation(None, host_demands(asked, 1), ["10.0.0.1"])))
 
     def check(gpus: int) -> list[str]:
-        processes: Any = Asked(config, learner_0=24 * 10**9, rollout_0=24 * 10**9)
+        processes: Any = Asked(asked, config, learner_0=24 * 10**9, rollout_0=24 * 10**9)
         return check_cluster_memory(processes, ["rollout/0"], ["learner/0"], config.timeouts.limit("startup_s"), gpus)
 
     extra = 2 + 14 * config.max_running_replies * 151_936 / GIB  # graphs, and the logits of a server's fullest batch

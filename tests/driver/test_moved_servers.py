@@ -16,9 +16,11 @@ from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, Re
 from async_rl.base.telemetry.status import Status
 from async_rl.run.processes import actor_group, placement
 from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.entering import Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.resources import Host, HostDemand
 from async_rl.run.processes.signals import StopSignals
+from tests.kit.configs import make_config
 from tests.kit.placements import TWO_NODES
 
 
@@ -40,7 +42,7 @@ def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Reservation, "options", lambda self, process: {})
     bundles = [HostDemand(gpus_of={"buffer": 0.0, "learner/0": 0.0}), HostDemand(gpus_of={"rollout/0": 0.0})]
     reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"], nodes=dict(nodes))
-    return ActorGroup(tmp_path, reservation, StopSignals())
+    return ActorGroup(tmp_path, reservation, StopSignals(), Origin(str(tmp_path), make_config()))
 
 
 def test_a_reservation_keeps_the_nodes_and_the_gpus_for_which_it_was_made(

@@ -19,7 +19,7 @@ def test_a_run_that_ends_without_a_step_has_a_non_zero_exit(
     summary: dict[str, Any] = {"steps": steps, "ended": ENDED, "run_dir": str(tmp_path)}
     monkeypatch.setattr(pipeline, "check_names", lambda config: None)
     monkeypatch.setattr(pipeline, "check_inputs", lambda config: [])
-    monkeypatch.setattr(pipeline, "open_run_dir", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "open_run_dir", lambda config, decided: contextlib.nullcontext(decided))
     monkeypatch.setattr(pipeline, "train_once", lambda *_: summary)
     (tmp_path / "config.yaml").write_text("model: {path: m}\ntask: {name: reasoning_gym/chain_sum}\n")
     assert main(["train", str(tmp_path / "config.yaml")]) == code

@@ -17,11 +17,12 @@ from async_rl.base.config import (
     RolloutPlacement,
 )
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.network import api_key, authorization, interface_of
 from async_rl.cli import main
 from async_rl.run.before_start.dry_run import dry_run
-from async_rl.run.processes.placement import Reservation, explain, find_hosts, ray_bundles, reserve, resolve_placement
+from async_rl.run.processes.placement import Reservation, decide_placement, explain, find_hosts, ray_bundles, reserve
 from async_rl.run.processes.resources import Host, HostDemand, assign, host_demands
 from async_rl.run.processes.signals import StopSignals
 from async_rl.tools.doctor.cluster import examine_nodes
@@ -199,10 +200,10 @@ def test_the_transport_follows_from_who_shares_a_gpu(
     for gpus, transport in found.items():
         reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"] * 2)
         if "." not in transport:
-            assert resolve_placement(asked, reservation).weight_sync.transport == transport
+            assert resolve(asked, decide_placement(asked, reservation)).weight_sync.transport == transport
             continue
         with pytest.raises(ConfigError, match=f"^{re.escape(transport)} "):
-            resolve_placement(asked, reservation)
+            decide_placement(asked, reservation)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "servers"), [(1, 2, 2), (1, 4, 2), (2, 4, 4), (2, 8, 4), (2, 4, 8)])
@@ -217,7 +218,7 @@ def test_servers_that_share_gpus_get_their_weights_from_the_rank_there(
         pair[1]: int(pair[0].removeprefix("learner/")) for pair in pairs if len(pair) == 2
     }
     parts = [part for demand in wanted for part in demand.per_gpu()]
-    resolved = resolve_placement(asked, Reservation(None, parts, ["127.0.0.1"] * len(parts)))
+    resolved = resolve(asked, decide_placement(asked, Reservation(None, parts, ["127.0.0.1"] * len(parts))))
     assert resolved.weight_sync.transport == ("cuda_ipc" if nodes == 1 else "disk")
 
 

@@ -10,11 +10,10 @@ from matplotlib.axes import Axes
 
 from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, lineage_of, write_training_state
-from async_rl.base.run_dir.run_dir import open_run_dir
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
-from tests.kit.configs import make_config
+from tests.kit.configs import make_config, opened_run
 from tests.kit.runs import logged
 
 RESUMED_AT = 40
@@ -59,7 +58,7 @@ def test_counts_of_the_summary_are_those_of_the_whole_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize("is_stop", [True, False])
 def test_a_summary_counts_a_resume_unless_that_is_undone(tmp_path: Path, is_stop: bool) -> None:
     resumed_log(tmp_path).close()
-    with open_run_dir(make_config(run={"resume": tmp_path / "r"}, logging={"wandb": "disabled"})) as config:
+    with opened_run(make_config(run={"resume": tmp_path / "r"}, logging={"wandb": "disabled"})) as config:
         log = RunLog(config)
         log.add("learner/0", TrainingEnded(version=RESUMED_AT, reason="the pause ran out", is_stop=is_stop))
         log.close()

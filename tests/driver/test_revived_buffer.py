@@ -27,7 +27,7 @@ class Buffers:
         self.log = cast(RunLog, SimpleNamespace(logger=SimpleNamespace(note=self.notes.append)))
 
     def start(self, name: str, cls: type, *args: Any, max_concurrency: int) -> Any:
-        self.ports.append(args[1])
+        self.ports.append(args[0])
         return SimpleNamespace(start=SimpleNamespace(remote=lambda: None))
 
     async def call(self, *args: Any) -> None:

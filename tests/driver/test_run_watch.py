@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.base.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.base.run_dir.run_dir import is_complete, is_of_newest_end, open_run_dir
+from async_rl.base.run_dir.run_dir import is_complete, is_of_newest_end
 from async_rl.base.run_dir.watch_events import answer_pause, newest_event, read_events
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import format_status
@@ -20,7 +20,7 @@ from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.watchdog import Watchdog
 from async_rl.run.watch.run_watch import RunWatch
-from tests.kit.configs import changed, make_config
+from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import logged
 
 BAD = 7
@@ -104,7 +104,7 @@ def next_life(first: Run, version: int | None = None, steps: int = 100) -> Itera
     if version is not None and version not in list_checkpoints(first.run_dir):
         first.checkpoint(version)
     resume = str(first.run_dir if version is None else checkpoint_folder(first.run_dir, version))
-    with open_run_dir(changed(first.config, run={"resume": resume, "steps": steps})) as config:
+    with opened_run(changed(first.config, run={"resume": resume, "steps": steps})) as config:
         again = Run(first.run_dir.parent, config.run.resume, steps, action=config.watch.action)
         again.watch.begin()
         yield again

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from async_rl.base.config import Config, LearnerPlacement, RolloutPlacement
+from async_rl.base.config.resolve import resolve
 from async_rl.pipeline import start_processes
 from async_rl.run.processes import actors
-from async_rl.run.processes.placement import Reservation, resolve_placement, servers_per_gpu
+from async_rl.run.processes.placement import Reservation, decide_placement, servers_per_gpu
 from async_rl.run.processes.resources import HostDemand, host_demands
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
@@ -30,7 +31,7 @@ def bundles(asked: Config, gpus_there: int) -> list[HostDemand]:
 def test_servers_of_one_gpu_divide_its_fraction(asked: Config, gpus_there: int, servers: int) -> None:
     parts = bundles(asked, gpus_there)
     assert servers_per_gpu(parts) == servers
-    resolved = resolve_placement(asked, Reservation(None, parts, ["h"] * len(parts)))
+    resolved = resolve(asked, decide_placement(asked, Reservation(None, parts, ["h"] * len(parts))))
     assert resolved.rollout.gpu_memory_utilization == asked.rollout.gpu_memory_utilization / servers
 
 

@@ -105,4 +105,4 @@ def test_a_signal_while_a_run_starts_again_after_a_rollback_ends_it(
     with StopSignals() as signals, signals.deferred():
         signals.is_heeded = True  # training has ended by a rollback
         with pytest.raises(KeyboardInterrupt):
-            pipeline.train_once(make_config(run={"dir": tmp_path}), signals, (), RunControl())
+            pipeline.train_once(make_config(run={"dir": tmp_path}), {}, signals, (), RunControl())

@@ -75,7 +75,7 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place(
 
     def revive(death: ProcessKilledError) -> None:
         deaths.append(death)
-        ray.get(run.processes.start("buffer", Buffer, run.config, max_concurrency=4).status.remote(), timeout=60)
+        ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
         run.tell("learner-0-ends")
 
     run.tell("rollout-0-answers")
@@ -240,7 +240,7 @@ def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_ag
 
     def revive(death: ProcessKilledError) -> None:
         deaths.append(death)
-        ray.get(run.processes.start("buffer", Buffer, run.config, max_concurrency=4).status.remote(), timeout=60)
+        ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
 
     thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
     run.train(revive)

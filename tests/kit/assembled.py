@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.messages.reports import EvaluationDue, StepDone
 from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.base.telemetry.metrics import reduce_metrics
@@ -62,8 +63,8 @@ def run_assembled(config: Config, after_step: Callable[[], None] = lambda: None)
     Args:
         after_step: is called in the learner's thread after each step, with its push.
     """
-    with own_keys(config, config.run_dir / "keys") as config:
-        return _run(config, after_step)
+    with own_keys(config, config.run_dir / "keys") as keys:
+        return _run(resolve(config, keys), after_step)
 
 
 def _run(config: Config, after_step: Callable[[], None]) -> Run:

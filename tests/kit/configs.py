@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import resolve
+from async_rl.base.run_dir.run_dir import open_run_dir
 
 
 def make_config(model: Path | str = "none", /, **sections: Any) -> Config:
@@ -27,6 +30,13 @@ def changed(config: Config, **sections: Any) -> Config:
         name: replace(getattr(config, name), **_plain(given)) if isinstance(given, dict) else given
         for name, given in sections.items()
     })
+
+
+@contextmanager
+def opened_run(config: Config) -> Iterator[Config]:
+    """The settings of a run, whose directory is open within the block."""
+    with open_run_dir(config) as decided:
+        yield resolve(config, decided)
 
 
 def buffer_config(max_staleness: int = 0, prompts_per_step: int = 4, workers: int = 1, **sections: Any) -> Config:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import ray
 
 from async_rl.base.config import (
-    Config,
     TimeoutsConfig,
 )
 from async_rl.base.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
@@ -44,8 +43,8 @@ STEPS = 1000
 class FakeProcess:
     """A process that does what files in the working directory tell it to do."""
 
-    def __init__(self, origin: Origin, config: Config, index: int = 0) -> None:
-        self._folder, self._index, self._config = Path(origin.folder), index, config
+    def __init__(self, origin: Origin, index: int = 0) -> None:
+        self._folder, self._index, self._config = Path(origin.folder), index, origin.config
 
     def told(self, what: str) -> bool:
         return (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").exists()
@@ -131,8 +130,8 @@ class Rollout(FakeProcess):
 class JudgeServer(FakeProcess):
     """A server of a judge. It starts again where it was, and notes on which port."""
 
-    def __init__(self, origin: Origin, config: Config, index: int, port: int = 0) -> None:
-        super().__init__(origin, config, index)
+    def __init__(self, origin: Origin, index: int, port: int = 0) -> None:
+        super().__init__(origin, index)
         self.note(f"judge/{index} made at port {port}")
 
     async def start(self) -> str:
@@ -242,15 +241,16 @@ class FakeRun:
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
         self.log = RunLog(self.config)
-        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()), StopSignals())
-        self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
+        reservation, origin = cast(Reservation, FakeReservation()), Origin(os.getcwd(), self.config)
+        self.processes = ActorGroup(self.config.run_dir, reservation, StopSignals(), origin)
+        self.processes.start("buffer", Buffer, max_concurrency=4)
         for index, name in enumerate(self.config.server_names):
-            self.processes.start(name, Rollout, self.config, index)
+            self.processes.start(name, Rollout, index)
         for index, name in enumerate(self.config.judge_names):
-            self.processes.start(name, JudgeServer, self.config, index)
+            self.processes.start(name, JudgeServer, index)
         for rank in range(ranks):
             threads = learner_threads(self.config)
-            self.processes.start(f"learner/{rank}", Learner, self.config, rank, threads=threads)
+            self.processes.start(f"learner/{rank}", Learner, rank, threads=threads)
         for name in ("learner-0", "learner-1", "rollout-0"):
             (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)

@@ -9,9 +9,10 @@ from datetime import timedelta
 
 import pytest
 
+from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.network import open_store
-from async_rl.base.network.ports import check_ports, network_of, open_listener
+from async_rl.base.network.ports import check_ports, open_listener, ports_of
 from buffer.server import BufferSocket
 from rollout_server.engines.server_process import free_port
 from tests.kit.configs import make_config
@@ -54,9 +55,9 @@ def test_each_server_has_a_part_of_the_ports_that_no_other_process_takes() -> No
     placement = {"rollout": {"servers": 2}, "eval": {"servers": 1}}
     config = make_config(network={"ports": "20000-20023"}, placement=placement, eval={"every_steps": 1})
     names = ["buffer", "learner/0", "learner/3", "rollout/0", "rollout/1", "eval/0"]
-    parts = [network_of(config, name).ports for name in names]
+    parts = [ports_of(config, name) for name in names]
     assert parts == ["20000-20008"] * 3 + ["20009-20013", "20014-20018", "20019-20023"]
-    assert network_of(make_config(), "rollout/0").ports == ""
+    assert ports_of(make_config(), "rollout/0") == ""
 
 
 @pytest.mark.parametrize("ports", ["20000", "20000-", "80-20000", "20100-20000", "20000-70000", "2e4-20100"])
@@ -80,5 +81,6 @@ def test_the_least_range_lasts_for_two_failed_joins_of_each_weight_group() -> No
     config = make_config(network={"ports": "20000-20015"}, placement=placement, eval={"every_steps": 1})
     check_ports(config)
     buffer, ranks, per_group, groups = 1, 1, 1 + 2, 2
-    assert len(network_of(config, "learner/0").port_range) == buffer + ranks + groups * per_group
-    assert len(network_of(config, "eval/0").port_range) == 4
+    learner, server = (NetworkConfig(ports=ports_of(config, name)).port_range for name in ("learner/0", "eval/0"))
+    assert len(learner) == buffer + ranks + groups * per_group
+    assert len(server) == 4

@@ -20,11 +20,12 @@ from async_rl.base.models_and_data.hub import (
     cached_folder,
     check_login,
     find_files,
+    folders,
     located,
     pinned,
     upload_model,
 )
-from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS, find_model, with_absolute_paths
+from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS, absolute_paths, find_model
 from async_rl.base.models_and_data.model_folder import check_model_folder
 from tests.kit.configs import make_config
 from tests.kit.hub import HubServer, open_hub, use_hub
@@ -240,8 +241,11 @@ def test_a_download_can_be_ended_and_goes_on_later(hub: HubServer) -> None:
 def test_a_host_has_or_fetches_the_files_of_its_processes(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "rows-1.jsonl").write_text("{}")
     config = pinned(config_of(NAME, "task.name=", f"task.path={tmp_path}/rows-*.jsonl", "eval.num_prompts=0"))
+    folder = folders(config, ["model.path"])["model.path"]
+    assert not Path(folder).exists()
     find_files(config, SERVER_KEYS)
     assert hub.downloads["model.safetensors"] == 1
+    assert folder == located(config).model.path
     (tmp_path / "rows-1.jsonl").unlink()
     with pytest.raises(ConfigError, match=rf"{config.network.host} .*{tmp_path}/rows-\*\.jsonl.*task\.path"):
         find_files(config, SERVER_KEYS)
@@ -250,8 +254,8 @@ def test_a_host_has_or_fetches_the_files_of_its_processes(hub: HubServer, tmp_pa
 
 def test_local_names_can_be_told_from_those_of_the_hub_on_every_host(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "Qwen" / "mine").mkdir(parents=True)
-    assert with_absolute_paths(config_of("Qwen/mine")).model.path == f"{tmp_path}/Qwen/mine"
-    assert with_absolute_paths(config_of(f"hf://{NAME}")).model.path == f"hf://{NAME}"
+    assert absolute_paths(config_of("Qwen/mine")) == {"model.path": f"{tmp_path}/Qwen/mine"}
+    assert absolute_paths(config_of(f"hf://{NAME}")) == {}
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import pytest
 
 from async_rl.base.run_dir.log_tail import TAIL_LINES, log_tail, split_tails
 from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.entering import Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.signals import StopSignals
+from tests.kit.configs import make_config
 from tests.kit.fake_actors import FakeReservation
 
 IMPORTS = """\
@@ -58,7 +60,8 @@ def test_the_death_of_a_process_is_not_explained_by_the_log_of_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.remote", lambda _: Mock())
-    processes = ActorGroup(tmp_path, cast(Reservation, FakeReservation()), StopSignals())
+    origin = Origin(str(tmp_path), make_config())
+    processes = ActorGroup(tmp_path, cast(Reservation, FakeReservation()), StopSignals(), origin)
     log = tmp_path / "logs" / "learner-0.log"
     log.parent.mkdir()
     log.write_text("CUDA out of memory, three days ago\n")

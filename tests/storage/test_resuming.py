@@ -19,8 +19,7 @@ from async_rl.base.run_dir.checkpoints import (
     model_folder,
 )
 from async_rl.base.run_dir.resuming import config_file, undo_resume, write_config
-from async_rl.base.run_dir.run_dir import open_run_dir
-from tests.kit.configs import changed, make_config
+from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import make_checkpoint
 
 
@@ -66,7 +65,7 @@ def test_a_resume_that_fails_before_its_first_step_changes_no_file(
 ) -> None:
     before = files(tmp_path / "run")
     for write in (lambda _: None, begin_anew):
-        with pytest.raises(type(error)), open_run_dir(stopped) as opened:
+        with pytest.raises(type(error)), opened_run(stopped) as opened:
             write(opened.run_dir)
             raise error
         assert files(tmp_path / "run") == before
@@ -74,12 +73,12 @@ def test_a_resume_that_fails_before_its_first_step_changes_no_file(
 
 def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(stopped: Config, tmp_path: Path) -> None:
     before = files(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+    with pytest.raises(KeyboardInterrupt), opened_run(stopped) as opened:
         begin_anew(opened.run_dir)
         shutil.copytree(opened.run_dir, tmp_path / "killed" / "run")
         raise KeyboardInterrupt
     newest = dataclasses.replace(stopped.run, resume=str(tmp_path / "killed" / "run"))
-    with pytest.raises(KeyboardInterrupt), open_run_dir(dataclasses.replace(stopped, run=newest)) as again:
+    with pytest.raises(KeyboardInterrupt), opened_run(dataclasses.replace(stopped, run=newest)) as again:
         assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
         raise KeyboardInterrupt
     assert files(tmp_path / "killed" / "run") == before
@@ -88,7 +87,7 @@ def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(st
 def test_an_undone_resume_that_left_the_models_alone_costs_none(stopped: Config, tmp_path: Path) -> None:
     """Versions of this program that set aside no models have begun such resumes."""
     killed, before = tmp_path / "killed" / "run", files(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+    with pytest.raises(KeyboardInterrupt), opened_run(stopped) as opened:
         shutil.copytree(opened.run_dir, killed)
         raise KeyboardInterrupt
     (killed / "models" / "step_2.lineage_0").rename(killed / "models" / "step_2")
@@ -102,13 +101,13 @@ def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
     stopped: Config, tmp_path: Path, name: str
 ) -> None:
     killed = tmp_path / "killed" / "run"
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+    with pytest.raises(KeyboardInterrupt), opened_run(stopped) as opened:
         shutil.copytree(opened.run_dir, killed)
         raise KeyboardInterrupt
     assert find_checkpoint(killed / "checkpoints" / name) == killed / "checkpoints" / "step_2.lineage_0"
     with pytest.raises(ConfigError, match=r"step_2\.lineage_0"):
         check_newest(killed)
-    with open_run_dir(changed(stopped, run={"resume": killed / "checkpoints" / name})) as again:
+    with opened_run(changed(stopped, run={"resume": killed / "checkpoints" / name})) as again:
         assert again.run.resume == str(killed / "checkpoints" / "step_2")
     assert files(killed) == files(tmp_path / "run")
     check_newest(killed)
@@ -116,7 +115,7 @@ def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
 
 def test_a_run_directory_that_takes_no_lock_file_is_not_resumed(stopped: Config, tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").mkdir()
-    with pytest.raises(ConfigError, match="got Is a directory"), open_run_dir(stopped):
+    with pytest.raises(ConfigError, match="got Is a directory"), opened_run(stopped):
         raise AssertionError("it has no lock")
 
 
@@ -126,7 +125,7 @@ def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
 ) -> None:
     before = files(tmp_path / "run")
     (tmp_path / "run" / ".resuming").write_text(marker)
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped):
+    with pytest.raises(KeyboardInterrupt), opened_run(stopped):
         raise KeyboardInterrupt
     assert files(tmp_path / "run") == before
 
@@ -139,7 +138,7 @@ def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
 
     before = files(tmp_path / "run")
     monkeypatch.setattr(Path, "write_text", fill)
-    with pytest.raises(OSError, match="No space left"), open_run_dir(stopped):
+    with pytest.raises(OSError, match="No space left"), opened_run(stopped):
         raise AssertionError("nothing was written")
     assert files(tmp_path / "run") == before
 
@@ -157,7 +156,7 @@ def test_a_resume_that_fails_while_it_sets_checkpoints_aside_puts_them_back(
         rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail_at_the_second)
-    with pytest.raises(OSError, match="Input/output error"), open_run_dir(stopped):
+    with pytest.raises(OSError, match="Input/output error"), opened_run(stopped):
         raise AssertionError("a checkpoint could not be renamed")
     assert renamed[:2] == ["step_2", "step_3"] and files(tmp_path / "run") == before
 
@@ -166,7 +165,7 @@ def test_a_resume_that_was_killed_keeps_its_settings_if_it_has_made_a_checkpoint
     stopped: Config, tmp_path: Path
 ) -> None:
     killed = tmp_path / "killed" / "run"
-    with pytest.raises(KeyboardInterrupt), open_run_dir(changed(stopped, learner={"lr": 0.125})) as opened:
+    with pytest.raises(KeyboardInterrupt), opened_run(changed(stopped, learner={"lr": 0.125})) as opened:
         begin_anew(opened.run_dir)
         make_checkpoint(opened.run_dir, 3, lineage=1)
         shutil.copytree(opened.run_dir, killed)
@@ -179,14 +178,14 @@ def test_a_resume_that_was_killed_keeps_its_settings_if_it_has_made_a_checkpoint
         assert not {".resuming", "config.resuming.yaml"} & files(run_dir).keys()
     (killed / ".resuming").write_text("lineage_0 1 models")
     discarded = changed(stopped, run={"resume": killed / "checkpoints" / "step_2"})
-    with pytest.raises(ConfigError, match=r"step_2\.lineage_0"), open_run_dir(discarded):
+    with pytest.raises(ConfigError, match=r"step_2\.lineage_0"), opened_run(discarded):
         raise AssertionError("the run has gone on without it")
 
 
 def test_a_resume_that_was_killed_as_it_wrote_its_config_is_undone(stopped: Config, tmp_path: Path) -> None:
     before = files(tmp_path / "run")
     killed = tmp_path / "killed" / "run"
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+    with pytest.raises(KeyboardInterrupt), opened_run(stopped) as opened:
         shutil.copytree(opened.run_dir, killed)
         raise KeyboardInterrupt
     shutil.copy(killed / "config.resuming.yaml", killed / "config.yaml")
@@ -200,7 +199,7 @@ def test_a_resume_with_another_model_is_refused(stopped: Config, tmp_path: Path)
     write_config(stopped)
     before = files(tmp_path / "run")
     other = changed(stopped, model={"path": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"^model\.path"), open_run_dir(other):
+    with pytest.raises(ConfigError, match=r"^model\.path"), opened_run(other):
         pass
     assert files(tmp_path / "run") == before
 
@@ -209,23 +208,23 @@ def test_a_resume_with_another_alpha_than_that_of_its_adapters_is_refused(stoppe
     first = changed(stopped, model={"lora": LoraConfig(rank=2, alpha=32.0)})
     write_config(first)
     for _ in range(2):
-        with open_run_dir(first) as opened:
+        with opened_run(first) as opened:
             write_config(opened)
         before = files(tmp_path / "run")
         other = changed(first, model={"lora": LoraConfig(rank=2, alpha=16.0)})
-        with pytest.raises(ConfigError, match=r"^model\.lora\.alpha must be 32.* got 16\.0"), open_run_dir(other):
+        with pytest.raises(ConfigError, match=r"^model\.lora\.alpha must be 32.* got 16\.0"), opened_run(other):
             raise AssertionError("its adapters would weigh half as much")
         assert files(tmp_path / "run") == before
     write_config(other)  # as of a later lineage, by a version of this program that let a resume change it
     (tmp_path / "run" / "config.lineage_0.yaml").unlink()
-    with open_run_dir(first):
+    with opened_run(first):
         pass
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     before = files(run_dir)
-    with pytest.raises(WaitTimeoutError), open_run_dir(stopped) as opened:
+    with pytest.raises(WaitTimeoutError), opened_run(stopped) as opened:
         begin_anew(run_dir)
         assert files(run_dir)["config.yaml"] == before["config.yaml"]
         write_config(opened)

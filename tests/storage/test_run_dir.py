@@ -15,8 +15,8 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.run_dir.run_dir import find_run, is_complete, new_run_dir, open_run_dir
-from tests.kit.configs import changed, make_config
+from async_rl.base.run_dir.run_dir import find_run, is_complete, new_run_dir
+from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import make_checkpoint
 
 
@@ -57,7 +57,7 @@ def test_a_new_run_directory_stays_if_it_explains_the_failure(
     config: Config, tmp_path: Path, write: Callable[[Path], None], error: BaseException, stays: bool
 ) -> None:
     (tmp_path / "run").mkdir()  # of another run
-    with pytest.raises(type(error)), open_run_dir(config) as opened:
+    with pytest.raises(type(error)), opened_run(config) as opened:
         write(opened.run_dir)
         raise error
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["run", "run-2"][: 1 + stays]
@@ -129,10 +129,10 @@ def test_a_run_that_was_cut_short_after_its_last_step_is_resumed_for_its_end(con
     run_dir = tmp_path / "run"
     make_checkpoint(run_dir, 8)
     again = changed(config, run={"steps": 8, "resume": run_dir})
-    with open_run_dir(again) as opened:
+    with opened_run(again) as opened:
         assert opened.run.resume == str(checkpoint_folder(run_dir, 8))
     (run_dir / "summary.json").write_text('{"steps": 8}')
-    with pytest.raises(ConfigError, match=r"^run\.steps .*8"), open_run_dir(again):
+    with pytest.raises(ConfigError, match=r"^run\.steps .*8"), opened_run(again):
         raise AssertionError("it is complete")
 
 
@@ -144,7 +144,7 @@ def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(ConfigError, match=r"got .*/run/\.lock"), open_run_dir(config):
+    with pytest.raises(ConfigError, match=r"got .*/run/\.lock"), opened_run(config):
         raise AssertionError("it has no lock")
     assert not (tmp_path / "run").exists()
 
@@ -152,7 +152,7 @@ def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "run", 1)
     again = changed(config, run={"resume": tmp_path / "run"})
-    with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
+    with pytest.raises(ConfigError, match="no room"), opened_run(again):
         raise ConfigError("no room")
     assert (folder / "training_state.json").is_file()
 
@@ -168,13 +168,13 @@ def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
         assert isinstance(version, int)
         make_checkpoint(run_dir, version)
     (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 0}))
-    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, back_to)})) as again:
+    with opened_run(changed(asked, run={"resume": checkpoint_folder(run_dir, back_to)})) as again:
         assert is_complete(run_dir, asked), "the resume has made no step"
         write_config(again)
     assert not is_complete(run_dir, asked)
     make_checkpoint(run_dir, trained_to)
     assert not is_complete(run_dir, asked)
-    with open_run_dir(changed(asked, run={"resume": run_dir})) as again:
+    with opened_run(changed(asked, run={"resume": run_dir})) as again:
         assert again.run.resume == str(checkpoint_folder(run_dir, trained_to))
     (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 1}))
     assert is_complete(run_dir, asked)
@@ -185,7 +185,7 @@ def test_a_run_that_went_back_after_its_end_is_not_complete_without_old_files(co
     for version in (4, 8):
         make_checkpoint(run_dir, version)
     (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 1}')
-    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
+    with opened_run(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
         write_config(again)
     assert not is_complete(run_dir, asked)
 
@@ -198,7 +198,7 @@ def test_a_run_that_went_back_is_not_complete_where_all_that_was_set_aside_is_go
         make_checkpoint(run_dir, version)
     (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 0}')
     assert is_complete(run_dir, asked)
-    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
+    with opened_run(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
         write_config(again)
         make_checkpoint(run_dir, 8, lineage=1)
     for file in [*run_dir.glob("*.lineage_0*"), *(run_dir / "checkpoints").glob("*.lineage_0")]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_folder
 from async_rl.base.run_dir.watch_events import (
@@ -18,15 +17,10 @@ from async_rl.base.run_dir.watch_events import (
     answer_pause,
     newest_event,
     read_events,
+    rollbacks_of,
     take_answer,
-    with_rollbacks,
 )
-from tests.kit.configs import make_config
 from tests.kit.runs import make_checkpoint
-
-
-def config_of(run_dir: Path, resume: Path | str = "") -> Config:
-    return make_config(run={"dir": str(run_dir.parent), "name": run_dir.name, "resume": str(resume)})
 
 
 def add(run_dir: Path, kind: Kind) -> WatchEvent:
@@ -72,14 +66,14 @@ def test_a_resume_continues_a_rollback_that_has_not_begun_and_counts_all(tmp_pat
     add_checkpoints(tmp_path, 15, 30)
     add(tmp_path, "rollback")
     add(tmp_path, "resumed")
-    once = with_rollbacks(config_of(tmp_path, tmp_path))
-    assert (once.run.resume, once.watch.rollbacks) == (str(tmp_path), 1), "the run has made a step since"
+    once = rollbacks_of(str(tmp_path))
+    assert once == {"run.resume": str(tmp_path), "watch.rollbacks": 1}, "the run has made a step since"
     add(tmp_path, "rollback")
-    twice = with_rollbacks(config_of(tmp_path, tmp_path))
-    assert (twice.run.resume, twice.watch.rollbacks) == (str(checkpoint_folder(tmp_path, 15)), 2)
-    named = with_rollbacks(config_of(tmp_path, checkpoint_folder(tmp_path, 30)))
-    assert named.run.resume == str(checkpoint_folder(tmp_path, 30)), "the user has chosen this one"
-    assert with_rollbacks(config_of(tmp_path)).watch.rollbacks == 0, "a new run"
+    twice = rollbacks_of(str(tmp_path))
+    assert twice == {"run.resume": str(checkpoint_folder(tmp_path, 15)), "watch.rollbacks": 2}
+    named = str(checkpoint_folder(tmp_path, 30))
+    assert rollbacks_of(named)["run.resume"] == named, "the user has chosen this one"
+    assert rollbacks_of("") == {"run.resume": "", "watch.rollbacks": 0}, "a new run"
 
 
 def test_only_a_paused_run_that_goes_on_can_be_answered_and_it_gets_the_answer_once(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ Importing this package imports neither torch, ray nor sglang.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 
 from async_rl.base.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
@@ -169,10 +168,6 @@ class Config:
         """The names of the servers of the judge, to which no weights are pushed: judge/0, judge/1, ..."""
         return tuple(f"judge/{number}" for number in range(self.placement.judge.servers))
 
-    def with_judge_at(self, urls: Sequence[str]) -> Config:
-        """Return the configuration with the addresses of the judge's servers, which have started; none: unchanged."""
-        return replace(self, judge=replace(self.judge, urls=tuple(urls))) if urls else self
-
     @property
     def engines(self) -> tuple[str, ...]:
         """The names of the engines of `server_names`, one for each, in the same order."""
@@ -184,19 +179,6 @@ class Config:
     def engine_entries(self) -> dict[str, EngineEntry]:
         """The entries of the engines of all servers, by name."""
         return {name: find_entry(ENGINES, name, "placement.rollout.engines") for name in self.engines}
-
-    def of_server(self, server: str) -> Config:
-        """Return the configuration for a server, one of `server_names`: with its engine as rollout.engine of all."""
-        placement, rollout = self.placement, self.rollout
-        if not placement.rollout.engines:
-            return self
-        name = self.engines[self.server_names.index(server)]
-        python = rollout.python if self.engine_entries[name].python else ""
-        server_args, params = (rollout.server_args, rollout.params) if name == rollout.engine else ({}, {})
-        return replace(
-            self, placement=replace(placement, rollout=replace(placement.rollout, engines=())),
-            rollout=replace(rollout, engine=name, python=python, server_args=server_args, params=params),
-        )
 
     @property
     def shares_gpus(self) -> bool:

@@ -10,6 +10,7 @@ from async_rl.base.config.compact import check_compact
 from async_rl.base.config.depths import check_slots
 from async_rl.base.config.held_out import check_best, check_eval_servers, check_gold
 from async_rl.base.config.learning import check_average
+from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.config.staging import check_staging
 from async_rl.base.config.watch import check_watch
 from async_rl.base.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
@@ -42,7 +43,7 @@ def check_cross_section(config: Config) -> None:
     if config.placement.rollout.engines:
         for name in config.engine_entries:
             server = config.server_names[config.engines.index(name)]
-            config.of_server(server)  # making it makes these checks for the engine
+            resolve(config, engine_of(config, server))  # making them makes these checks for the engine
     else:
         _check_engine(config)
         working = _possible_transports(config)

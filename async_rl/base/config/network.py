@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import replace
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -72,13 +71,11 @@ class NetworkConfig:
             "Make keys with `async-rl keys new DIR` and set network.keys: DIR.",
         )
 
-    def with_parts(self, first: int, count: int, of: int) -> NetworkConfig:
-        """Return the section with `count` parts of `ports`, divided into `of`, so that processes take others."""
+    def ports_in(self, first: int, count: int, of: int) -> str:
+        """Return `count` parts of `ports`, divided into `of`, so that processes take different ones."""
         ports = self.port_range
-        if not ports:
-            return self
         part = ports[first * len(ports) // of : (first + count) * len(ports) // of]
-        return replace(self, ports=f"{part[0]}-{part[-1]}")
+        return f"{part[0]}-{part[-1]}" if ports else ""
 
     @property
     def port_range(self) -> range:

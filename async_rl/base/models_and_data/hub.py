@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import Decided, renamed, resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub_names import (
     DATA_KEYS,
@@ -31,7 +33,6 @@ from async_rl.base.models_and_data.hub_names import (
     hub_repos,
     names_in,
     recorded_name,
-    with_name,
 )
 from async_rl.base.run_dir.checkpoints import find_checkpoint, run_dir_of
 from async_rl.base.run_dir.resuming import config_file
@@ -48,8 +49,8 @@ class NotInCacheError(ConfigError):
     """A repository of the hub is not, or not whole, in this host's cache, and could not be downloaded."""
 
 
-def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
-    """Return `config` with the commit in each name of the hub, so that every host, and a resume, loads the same files.
+def commits(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Decided:
+    """Return each name of the hub with its commit, so that every host, and a resume, loads the same files.
 
     A resume takes the commits of its run where a name gives no revision. If the hub does not answer, the commit that
     this host has in its cache is taken.
@@ -57,18 +58,23 @@ def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> C
     Raises:
         ConfigError: there is no such repository or revision, or nothing is cached and the hub does not answer.
     """
+    names: dict[str, dict[str, str]] = defaultdict(dict)
     for repo in hub_repos(config, keys):
-        if repo.is_pinned:
-            continue
-        earlier = _recorded(config, repo) if config.run.resume and not repo.revision else None
-        config = with_name(config, repo.key, repo.name, earlier or repo.at(_commit(repo)))
-    return config
+        if not repo.is_pinned:
+            earlier = _recorded(config, repo) if config.run.resume and not repo.revision else None
+            names[repo.key][repo.name] = earlier or repo.at(_commit(repo))
+    return {key: renamed(config, key, of_key) for key, of_key in names.items()}
+
+
+def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
+    """Return the settings with the `commits` of a command that starts no run."""
+    return resolve(config, commits(config, keys))
 
 
 def located(
     config: Config, keys: Sequence[str] = MODEL_KEYS, check: Callable[[], None] = lambda: None
 ) -> Config:
-    """Return `config` with this host's folders in place of the models of the hub that it names.
+    """Return the settings with this host's folders of the models that are on the hub; downloads what is missing.
 
     Args:
         check: called in the course of a download, by any thread; an exception that it raises ends the download.
@@ -76,9 +82,18 @@ def located(
     Raises:
         ConfigError: a model is not in this host's cache, and can't be downloaded.
     """
+    return resolve(config, {repo.key: str(model_folder(repo, check=check)) for repo in hub_repos(config, keys)})
+
+
+def folders(config: Config, keys: Sequence[str]) -> Decided:
+    """Return where this host has the models of the hub, or will have them after `find_files`: names with commits."""
+    from huggingface_hub import constants, file_download
+
+    found = {}
     for repo in hub_repos(config, keys):
-        config = with_name(config, repo.key, repo.name, str(model_folder(repo, check=check)))
-    return config
+        cached = file_download.repo_folder_name(repo_id=repo.id, repo_type=repo.kind)
+        found[repo.key] = str(Path(constants.HF_HUB_CACHE, cached, "snapshots", repo.revision))
+    return found
 
 
 def find_files(config: Config, keys: Sequence[str]) -> None:

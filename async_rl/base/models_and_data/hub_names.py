@@ -9,16 +9,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import Decided, renamed
 from async_rl.base.config.task_parts import data_of
 from async_rl.base.errors import ConfigError
 
@@ -138,12 +138,11 @@ def names_in(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield from ((key, name) for name in names if name)
 
 
-def with_absolute_paths(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
-    """Return `config` with absolute local paths: a host that lacks one must not take it for a name of the hub."""
-    for key, name in list(names_in(config, keys)):
-        if not hub_repo(name, key):
-            config = with_name(config, key, name, os.path.abspath(name))
-    return config
+def absolute_paths(config: Config) -> Decided:
+    """Return the absolute paths of what is not on the hub: a host that lacks one must not take it for a name there."""
+    found = list(names_in(config, (*MODEL_KEYS, *DATA_KEYS)))
+    paths = {name: os.path.abspath(name) for key, name in found if not hub_repo(name, key)}
+    return {key: renamed(config, key, paths) for key, name in found if name in paths}
 
 
 def recorded_name(of_run: Config, repo: HubRepo) -> str | None:
@@ -157,14 +156,3 @@ def recorded_name(of_run: Config, repo: HubRepo) -> str | None:
 def is_data(key: str) -> bool:
     """Return whether a setting names data sets, and not a model."""
     return key in (*DATA_KEYS, *COMPARISON_KEYS)
-
-
-def with_name(config: Config, key: str, before: str, after: str) -> Config:
-    """Return the configuration with the name `after` where the setting `key` is, or has in its list, `before`."""
-    section, _, field = key.partition(".")
-    value: Any = getattr(getattr(config, section), field)
-    if isinstance(value, tuple):
-        changed: Any = tuple(dataclasses.replace(each, path=after) if each.path == before else each for each in value)
-    else:
-        changed = after if value == before else value
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: changed})})

@@ -6,7 +6,7 @@ import random
 import socket
 from collections.abc import Sequence
 
-from async_rl.base.config import Config, NetworkConfig
+from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.errors import ConfigError
 
@@ -18,8 +18,8 @@ ranks, and three each for the stores of the weight groups of rollout and evaluat
 its servers join leaves its port taken for up to timeouts.push_s, and the next attempt needs another."""
 
 
-def network_of(config: Config, process: str) -> NetworkConfig:
-    """Return the network section for a process of the run, with its part of network.ports.
+def ports_of(config: Config, process: str) -> str:
+    """Return a process's part of network.ports.
 
     Args:
         process: a name of Config.server_names or Config.judge_names; buffer and learner ranks share OWN_PARTS.
@@ -27,12 +27,12 @@ def network_of(config: Config, process: str) -> NetworkConfig:
     servers = (*config.server_names, *config.judge_names)
     of = OWN_PARTS + len(servers)
     if process in servers:
-        return config.network.with_parts(OWN_PARTS + servers.index(process), 1, of)
-    return config.network.with_parts(0, OWN_PARTS, of)
+        return config.network.ports_in(OWN_PARTS + servers.index(process), 1, of)
+    return config.network.ports_in(0, OWN_PARTS, of)
 
 
 def check_ports(config: Config) -> None:
-    """Check that network.ports gives each part of `network_of` enough ports. Raises ConfigError if not."""
+    """Check that network.ports gives each part of `ports_of` enough ports. Raises ConfigError if not."""
     servers = config.placement.num_servers
     least = PORTS_PER_PROCESS * (OWN_PARTS + servers)
     check(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -10,9 +9,10 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.base.config import Config, ModelConfig
+from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import (
     FOLDER,
@@ -24,7 +24,6 @@ from async_rl.base.run_dir.checkpoints import (
     lineage_of_checkpoint,
     list_checkpoints,
     rename_later,
-    run_dir_of,
 )
 from async_rl.base.run_dir.whole_file import write_whole
 
@@ -139,15 +138,6 @@ def check_origin(config: Config, saved: TrainingState) -> None:
     )
 
 
-def as_trained(model: ModelConfig, checkpoint: Path) -> ModelConfig:
-    """Return `model`, of the run's config, with the choice of what is trained that held for a checkpoint, if known.
-
-    Other versions of this program have let a resume change model.frozen and model.lora.
-    """
-    past = _config_of(run_dir_of(checkpoint), lineage_of_checkpoint(checkpoint))
-    return dataclasses.replace(model, frozen=past.model.frozen, lora=past.model.lora) if past else model
-
-
 def undo_resume(run_dir: Path) -> None:
     """If the last resume ended before its first step, put back the files that it set aside and remove its own.
 
@@ -187,8 +177,8 @@ def _config_of(run_dir: Path, lineage: int) -> Config | None:
 
 
 def _text(config: Config) -> str:
-    """Return the content of config.yaml."""
-    return dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, resume="")))
+    """Return the content of config.yaml, which leaves out run.resume."""
+    return dump_config(resolve(config, {"run.resume": ""}))
 
 
 def _remove_marker(run_dir: Path) -> None:

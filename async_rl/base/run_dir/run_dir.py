@@ -8,7 +8,6 @@ process is killed before that, the next resume puts it back.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import Decided, resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import (
     find_checkpoint,
@@ -47,8 +47,8 @@ INTERRUPTED = "interrupted"
 
 
 @contextlib.contextmanager
-def open_run_dir(config: Config) -> Iterator[Config]:
-    """Create the directory of a run, or take run.resume's; lock it and yield the config with its path.
+def open_run_dir(config: Config, decided: Decided | None = None) -> Iterator[Decided]:
+    """Create the directory of a run, or take run.resume's; lock it and yield the decisions, with run.name and so on.
 
     If the block ends before a step is logged, a resumed run gets back what was set aside, and a new directory is
     removed if the run was interrupted or failed with an error that needs no logs to explain it.
@@ -57,16 +57,17 @@ def open_run_dir(config: Config) -> Iterator[Config]:
         ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process, or the
             disk has no file locks.
     """
-    if config.run.resume:
-        with _locked(run_dir_of(find_checkpoint(config.run.resume))), _resumed(config) as resumed:
+    decided = decided or {}
+    if resume := decided.get("run.resume", config.run.resume):
+        with _locked(run_dir_of(find_checkpoint(resume))), _resumed(config, decided, resume) as resumed:
             yield resumed
         return
     run_dir = new_run_dir(config)
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
+    decided = {**decided, "run.name": run_dir.name}
     try:
         with _locked(run_dir):
-            write_config(config)
-            yield config
+            write_config(resolve(config, decided))
+            yield decided
     except BaseException as error:
         tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
         if tells_all and not _has_step(run_dir):
@@ -75,8 +76,8 @@ def open_run_dir(config: Config) -> Iterator[Config]:
 
 
 @contextlib.contextmanager
-def _resumed(config: Config) -> Iterator[Config]:
-    """Set aside the files written after the checkpoint, yield the config of the resumed run; if the block then ends
+def _resumed(config: Config, decided: Decided, resume: str) -> Iterator[Decided]:
+    """Set aside the files written after the checkpoint, yield the decisions of the resumed run; if the block then ends
     without a logged step, put them back.
 
     Of a run whose end was cut short, after its last step, the end is left to do.
@@ -85,11 +86,11 @@ def _resumed(config: Config) -> Iterator[Config]:
         ConfigError: the checkpoint is of run.steps or later, and the run is complete, or it began with another
             model.path or model.lora.alpha.
     """
-    checkpoint = find_checkpoint(config.run.resume)
+    checkpoint = find_checkpoint(resume)
     run_dir = run_dir_of(checkpoint)
     (run_dir / WATCH_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
     undo_resume(run_dir)  # of a resume that was killed before its first step
-    is_named = Path(os.path.abspath(config.run.resume)) != run_dir
+    is_named = Path(os.path.abspath(resume)) != run_dir
     if not checkpoint.exists():  # that resume had set it aside
         checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
     # that resume may have set aside the newest, or the named one for good
@@ -101,12 +102,13 @@ def _resumed(config: Config) -> Iterator[Config]:
             f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
             f"Set run.steps={2 * version} to train on"
         )
-    run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
-    config = dataclasses.replace(config, run=run)
-    check_origin(config, saved)
+    place = {"run.dir": str(run_dir.parent), "run.name": run_dir.name, "run.resume": str(checkpoint)}
+    decided = {**decided, **place}
+    settings = resolve(config, decided)
+    check_origin(settings, saved)
     try:
-        prepare_resume(config, saved, is_named)
-        yield config
+        prepare_resume(settings, saved, is_named)
+        yield decided
     finally:
         undo_resume(run_dir)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from async_rl.base.config import Config
+from async_rl.base.config.resolve import Decided
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_folder, find_checkpoint, run_dir_of
 from async_rl.base.run_dir.run_dir import WATCH_ANSWER, is_locked
@@ -64,19 +64,20 @@ def accepted_rules(run_dir: Path) -> set[str]:
     return {name for event in read_events(run_dir) if event.kind == "go-on" for name in event.rules}
 
 
-def with_rollbacks(config: Config) -> Config:
-    """Return the configuration with watch.rollbacks and the checkpoint of a rollback that has not made a step yet.
+def rollbacks_of(resume: str) -> Decided:
+    """Return watch.rollbacks, and run.resume: the checkpoint of a rollback that has not made a step yet.
 
-    A checkpoint that run.resume names stays.
+    Args:
+        resume: run.resume as asked for. A checkpoint that it names stays. Empty: a new run.
     """
-    if not config.run.resume:
-        return replace(config, watch=replace(config.watch, rollbacks=0))
-    run_dir = run_dir_of(find_checkpoint(config.run.resume))
+    if not resume:
+        return {"run.resume": "", "watch.rollbacks": 0}
+    run_dir = run_dir_of(find_checkpoint(resume))
     rollbacks = sum(event.kind == "rollback" for event in read_events(run_dir))
-    pending, is_named = newest_event(run_dir, "rollback"), Path(os.path.abspath(config.run.resume)) != run_dir
+    pending, is_named = newest_event(run_dir, "rollback"), Path(os.path.abspath(resume)) != run_dir
     if pending and not is_named and (folder := checkpoint_folder(run_dir, pending.back_to)).is_dir():
-        config = replace(config, run=replace(config.run, resume=str(folder)))
-    return replace(config, watch=replace(config.watch, rollbacks=rollbacks))
+        resume = str(folder)
+    return {"run.resume": resume, "watch.rollbacks": rollbacks}
 
 
 def answer_pause(run_dir: Path, answer: Answer) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from async_rl.base.config import Config, Limit
+from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights.server_admin import ServerAdmin
 
@@ -148,7 +149,7 @@ class Members:
         """Return the ServerAdmin of the server `name`, of its engine's class."""
         member = self._current[name]
         if member not in self._admins:
-            config = self._config.of_server(name)
+            config = resolve(self._config, engine_of(self._config, name))
             self._admins[member] = config.rollout.engine_entry.load_admin()(config, member.url)
         return self._admins[member]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
+from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.config.unused import unused_settings
 from async_rl.base.cores import usable_cores
 from async_rl.base.errors import ConfigError, RewardError
@@ -118,7 +119,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     for name, entry in config.engine_entries.items():
         if not config.rollout.server_url:
             server = config.server_names[config.engines.index(name)]
-            add("rollout.engine", name, partial(check_model, config.of_server(server)), MODEL, everywhere=True)
+            settings = resolve(config, engine_of(config, server))
+            add("rollout.engine", name, partial(check_model, settings), MODEL, everywhere=True)
         admin = partial(_check_admin, name, entry, config.weight_sync.verify)
         add("how the learner updates servers", name, admin)
     add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), everywhere=True)
@@ -141,11 +143,10 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         if keys := config.network.keys:
             add("network.keys", keys, lambda: _check_keys(keys))
     # Another host may have packages for attention that this one lacks; every model has eager attention.
-    eager = replace(config.model, attn_implementation="eager")
-    loading = config if runs_here(config) else replace(config, model=eager)
+    attention = config.model.attn_implementation if runs_here(config) else "eager"
     for key, path in {"model.path": model, **roles}.items():
         needs = (MODEL, key) if key in roles else (MODEL,)
-        add(f"{key} loads", path, partial(_check_loading, key, path, loading), *needs)
+        add(f"{key} loads", path, partial(_check_loading, key, path, config, attention), *needs)
     loads = [f"{key} loads" for key in ("model.path", *roles)]
     add("disk", f"room in {config.run.dir}", lambda: _check_disk(config), *loads)
     if runs_here(config):
@@ -177,7 +178,7 @@ def _check_keys(folder: str) -> None:
     check_keys(folder)
 
 
-def _check_loading(key: str, path: str, config: Config) -> list[str]:
+def _check_loading(key: str, path: str, config: Config, attention: str) -> list[str]:
     """Check that the model in `path`, the value of `key`, is not quantised, loads with its attention, is of a kind that
     the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen weights
     (policy), reads the policy's rows (the others), and can be split (all but reward encoders).
@@ -190,7 +191,7 @@ def _check_loading(key: str, path: str, config: Config) -> list[str]:
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
     settings, slices = config.model, config.learner.sequence_parallel
-    model = load_without_weights(key, path, settings.attn_implementation)
+    model = load_without_weights(key, path, attention)
     cautions = []
     if key == "reward_model.path" and _reads_text(config):
         positions, longest = usable_positions(model), config.longest_tokens

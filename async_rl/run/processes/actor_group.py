@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
@@ -32,22 +31,19 @@ STATUS_INTERVAL_S = 5.0
 class ActorGroup:
     """The actors of a run by name. The error of a call that fails names the process and shows the end of its log."""
 
-    def __init__(
-        self, run_dir: Path, reservation: Reservation, signals: StopSignals,
-        client_keys: Mapping[str, bytes] | None = None,
-    ) -> None:
+    def __init__(self, run_dir: Path, reservation: Reservation, signals: StopSignals, origin: Origin) -> None:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
         self._reservation = reservation
-        self._origin = Origin(os.getcwd(), client_keys or {})
+        self._origin = origin
         self._earlier_bytes: dict[str, dict[Path, int]] = {}
         """[process][log file] its size when the process was started: what an earlier process of that name wrote."""
 
     def start(
         self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
     ) -> ActorHandle:
-        """Start the process `name` as an actor of class `cls`, made with an Origin and `args`, without waiting.
+        """Start the process `name` as an actor of class `cls`, made with the Origin and `args`, without waiting.
 
         Args:
             max_concurrency: number of calls that the actor runs at once; 1: Ray's default (one; async methods: 1000).

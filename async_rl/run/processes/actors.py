@@ -6,7 +6,6 @@ Ray carries control only: no trajectory and no push passes through it.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import faulthandler
 import gc
 import os
@@ -21,18 +20,16 @@ import ray
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
+from async_rl.base.config.resolve import resolve
 from async_rl.base.cores import threads_per_process
 from async_rl.base.errors import ConfigError
 from async_rl.base.messages.reports import EvaluationDone, LearnerReport, WorkerReport
-from async_rl.base.models_and_data.hub import find_files, located
-from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS
+from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS
 from async_rl.base.network.ports import open_listener
 from async_rl.base.telemetry.status import Status
 from async_rl.run.before_start.memory import plan_memory
 from async_rl.run.processes.entering import Origin, enter
 from async_rl.run.processes.gpu_driver import checked_gpu_bytes
-from async_rl.run.processes.placement import servers_per_gpu
-from async_rl.run.processes.resources import host_demands
 from buffer.protocol.keys import drop_client_keys
 
 if TYPE_CHECKING:
@@ -48,11 +45,8 @@ class BufferActor:
         port: the port of the buffer that this one replaces; 0: there was none, and network.port is used.
     """
 
-    def __init__(self, origin: Origin, config: Config, port: int = 0) -> None:
-        config = enter(origin, config, "buffer")
-        if port:
-            config = dataclasses.replace(config, network=dataclasses.replace(config.network, port=port))
-        self._config = config
+    def __init__(self, origin: Origin, port: int = 0) -> None:
+        self._config = enter(origin, "buffer", port)
         self._stop = threading.Event()
 
     def start(self) -> str:
@@ -90,17 +84,17 @@ class RolloutActor:
         index: its index in `config.server_names`.
     """
 
-    def __init__(self, origin: Origin, config: Config, index: int) -> None:
-        name, self._sent_keys = config.server_names[index], origin.client_keys
-        self._config = enter(origin, config, name).of_server(name)
-        pin_cpus(config, index)
+    def __init__(self, origin: Origin, index: int) -> None:
+        self._origin = origin
+        self._config = enter(origin, origin.config.server_names[index])
+        pin_cpus(origin.config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
 
     async def find_files(self) -> None:
         """Check that this host has its model and data; download what is on the hub."""
         self._doing, self._since_s = "fetches models and data sets", time.monotonic()
-        await asyncio.to_thread(find_files, self._config, SERVER_KEYS)
+        await asyncio.to_thread(self._origin.find_files, SERVER_KEYS, self._config.network.host)
 
     async def start(self) -> str:
         """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
@@ -118,14 +112,14 @@ class RolloutActor:
 
             torch.set_num_threads(threads_per_process(self._config))
 
-        self._config = located(self._config, ["model.path"])
         self._tokenizer = load_tokenizer(self._config.model.path)
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str, judge_urls: Sequence[str]) -> None:
         """Open rewards and worker, which requests slots from the buffer at this address once `run` is called."""
-        self._config = self._config.with_judge_at(judge_urls)
+        if judge_urls:
+            self._config = resolve(self._config, {"judge.urls": tuple(judge_urls)})
         self._doing, self._since_s = "opens its rewards, environment and tools", time.monotonic()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
@@ -177,7 +171,7 @@ class RolloutActor:
             await self._worker.stop()
         if hasattr(self, "_engine"):
             await self._engine.aclose()
-        drop_client_keys(self._config.network.keys, self._sent_keys)
+        drop_client_keys(self._config.network.keys, self._origin.client_keys)
 
 
 class EvalActor(RolloutActor):
@@ -205,9 +199,10 @@ def learner_threads(config: Config) -> dict[str, int]:
 class LearnerActor:
     """The process of one learner rank. The control calls run in other threads than `run`, and at the same time."""
 
-    def __init__(self, origin: Origin, config: Config, rank: int) -> None:
-        self._config = enter(origin, config, f"learner/{rank}")
-        pin_cpus(config, config.placement.num_servers + rank)
+    def __init__(self, origin: Origin, rank: int) -> None:
+        self._origin = origin
+        self._config = enter(origin, f"learner/{rank}")
+        pin_cpus(origin.config, origin.config.placement.num_servers + rank)
         self._rank = rank
         self._listener: socket.socket | None = None
 
@@ -228,7 +223,7 @@ class LearnerActor:
                 "on the learner's host: there `ray start --resources='{\"learner\": 1}'`, and "
                 "placement.learner.resource: learner"
             )
-        find_files(self._config, LEARNER_KEYS)
+        self._origin.find_files(LEARNER_KEYS, self._config.network.host)
 
     def gpu_bytes(self) -> int:
         return checked_gpu_bytes()
@@ -239,10 +234,9 @@ class LearnerActor:
         Args:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
         """
-        config = located(self._config)
-        servers = servers_per_gpu(host_demands(config, gpus_there))
-        share = config.rollout.gpu_memory_utilization * servers  # which resolve_placement has divided
-        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, gpu_memory_utilization=share))
+        # the share of all servers of a GPU, which decide_placement has divided
+        share = {"rollout.gpu_memory_utilization": self._origin.config.rollout.gpu_memory_utilization}
+        config = resolve(self._config, share)
         plan = plan_memory(config, gpus_there, rank_bytes)
         if server_bytes:
             same = server_bytes == rank_bytes
@@ -258,7 +252,7 @@ class LearnerActor:
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(
-            located(self._config, LEARNER_MODELS), self._rank, ranks, *master, buffer_address, engine_urls,
+            self._config, self._rank, ranks, *master, buffer_address, engine_urls,
             listener=self._listener,
         )
 

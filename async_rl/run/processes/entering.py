@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,32 +11,44 @@ from pathlib import Path
 import ray
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import Decided, engine_of, resolve
 from async_rl.base.cores import limit_spinning
 from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.hub import find_files, folders
+from async_rl.base.models_and_data.hub_names import LEARNER_MODELS
 from async_rl.base.network import agree_on_nccl, use_interface
-from async_rl.base.network.ports import network_of
+from async_rl.base.network.ports import ports_of
 from async_rl.base.seams.user_modules import find_sent_modules_first
 from buffer.protocol.keys import take_client_keys
+
+_MODELS = {"buffer": (), "learner": LEARNER_MODELS, "judge": ("judge.path",)}
+"""The keys of the models that a process loads; a server's is model.path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The driver's working directory and keys, which each process that it starts gets beside the configuration."""
+    """What each process of a run gets from the driver."""
 
     folder: str
     """The driver's working directory, to which paths of the config are relative."""
+    config: Config
+    """The user's configuration, as it was loaded."""
+    decided: Decided = field(default_factory=dict)
+    """The values that the driver has decided for the run."""
     client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
 
+    def find_files(self, keys: Sequence[str], host: str) -> None:
+        """Check that this host has what the settings `keys` name; download what is on the hub."""
+        find_files(resolve(self.config, {**self.decided, "network.host": host}), keys)
 
-def enter(origin: Origin, config: Config, name: str) -> Config:
-    """Set a new process's working directory, modules, keys, log file and network interface.
 
-    Returns:
-        The configuration with the address of the process's host, and its ports.
+def enter(origin: Origin, name: str, port: int = 0) -> Config:
+    """Set a new process's working directory, modules, keys, log file and network interface; returns its settings.
 
     Args:
         name: the process's name. Its output, also from C code, goes to the log file of this name, with - for /.
+        port: the port of the process that this one replaces; 0: there was none.
 
     Raises:
         ConfigError: this host lacks the working directory, and it can't be made.
@@ -51,6 +62,7 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
             f"it can't be used ({error.strerror}): make it there, or start in a folder that every host has"
         ) from None
     find_sent_modules_first()
+    config = _settings_of(origin, name, port)
     log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -58,10 +70,6 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
     with log_file.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    if config.placement.num_nodes > 1:
-        network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
-        config = dataclasses.replace(config, network=network)
-    config = dataclasses.replace(config, network=network_of(config, name))
     take_client_keys(config.network.keys, origin.client_keys)
     use_interface(config.network.host)
     if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
@@ -70,6 +78,17 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
     use_huge_pages()
     limit_spinning()
     return config
+
+
+def _settings_of(origin: Origin, name: str, port: int) -> Config:
+    """Return the settings of a process: what the driver has decided, its place, and its models on this host."""
+    config = resolve(origin.config, origin.decided)
+    host = config.network.host if config.placement.num_nodes == 1 else ray.util.get_node_ip_address()
+    return resolve(config, {
+        "network.host": host, "network.port": port or config.network.port, "network.ports": ports_of(config, name),
+        **folders(config, _MODELS.get(name.partition("/")[0], ("model.path",))),
+        **(engine_of(config, name) if name in config.server_names else {}),
+    })
 
 
 def see_own_gpus(gpus: Sequence[object]) -> None:

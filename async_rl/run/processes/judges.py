@@ -12,7 +12,6 @@ from ray import ObjectRef
 
 from async_rl.base.config import Config
 from async_rl.base.messages.reports import WorkerReport
-from async_rl.base.models_and_data.hub import find_files, located
 from async_rl.base.telemetry.status import Status
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import dump_stacks, pin_cpus
@@ -31,21 +30,21 @@ class JudgeActor:
         port: the port of the server that this one replaces, which the workers know; 0: there was none.
     """
 
-    def __init__(self, origin: Origin, config: Config, index: int, port: int = 0) -> None:
-        self._name, self._sent_keys = config.judge_names[index], origin.client_keys
+    def __init__(self, origin: Origin, index: int, port: int = 0) -> None:
+        self._origin, self._name = origin, origin.config.judge_names[index]
         self._log_name = self._name.replace("/", "-")
-        self._config = enter(origin, config, self._name)
-        pin_cpus(config, len(config.server_names) + index)
+        self._config = enter(origin, self._name)
+        pin_cpus(origin.config, len(origin.config.server_names) + index)
         self._port = port
         self._doing, self._since_s = "starts its server", time.monotonic()
 
     async def find_files(self) -> None:
         """Check that this host has the judge's model; download it if it is on the hub."""
-        await asyncio.to_thread(find_files, self._config, ["judge.path"])
+        await asyncio.to_thread(self._origin.find_files, ["judge.path"], self._config.network.host)
 
     async def start(self) -> str:
         """Start the server and wait until it answers; returns the base address of its endpoint."""
-        config = located(self._config, ["judge.path"])
+        config = self._config
         log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
         open_chat = config.judge.engine_entry.load_chat()
         self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)
@@ -73,7 +72,7 @@ class JudgeActor:
     async def stop(self) -> None:
         if hasattr(self, "_server"):
             await self._server.aclose()
-        drop_client_keys(self._config.network.keys, self._sent_keys)
+        drop_client_keys(self._config.network.keys, self._origin.client_keys)
 
 
 class Judges:
@@ -99,7 +98,7 @@ class Judges:
     def start_again(self, name: str) -> ObjectRef:
         """Start the process of a lost server, at its old address; returns the call of its `start`."""
         index, port = self._config.judge_names.index(name), urlsplit(self._urls[name]).port
-        actor = self._processes.start(name, JudgeActor, self._config, index, port)
+        actor = self._processes.start(name, JudgeActor, index, port)
         self._watchdog.begin(name, is_up=False)
         call: Any = actor.start
         started: ObjectRef = call.remote()

@@ -2,7 +2,7 @@
 
     reserve(config)           reserves a Ray placement group that spreads over the hosts
     explain(config, hosts)    returns the placement as text without reserving anything (`--dry-run`)
-    resolve_placement(...)    fills in the weight transport, which depends on the placement
+    decide_placement(...)     decides on the weight transport, which depends on the placement
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check, either
 from async_rl.base.config.compact import check_compact_transport, check_compact_type
+from async_rl.base.config.resolve import Decided, resolve
 from async_rl.base.config.staging import check_staging_transport
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.seams import working_transports
@@ -139,24 +140,23 @@ def ray_bundles(
     return [part for part, _ in parts], resources, strategy
 
 
-def resolve_placement(config: Config, reservation: Reservation) -> Config:
-    """Return the config with what depends on the placement: the weight transport in place of `auto`, and for servers of
-    one GPU their part of rollout.gpu_memory_utilization.
+def decide_placement(config: Config, reservation: Reservation) -> Decided:
+    """Return what depends on the placement: the weight transport in place of `auto`, and for servers that share a GPU
+    their part of rollout.gpu_memory_utilization.
     """
-    parts = reservation.bundles
+    parts, decided = reservation.bundles, dict[str, Any]()
     if (servers := servers_per_gpu(parts)) > 1:
-        share = config.rollout.gpu_memory_utilization / servers
-        config = replace(config, rollout=replace(config.rollout, gpu_memory_utilization=share))
+        decided["rollout.gpu_memory_utilization"] = config.rollout.gpu_memory_utilization / servers
     check_compact_type(config.weight_sync, config.model, "cuda" if any(_shares(parts)) else "cpu")
     if config.weight_sync.transport == "auto":
         working = _working_transports(config, parts)
-        sync = replace(config.weight_sync, transport=working[0])
-        check_staging_transport(sync, working)
-        check_compact_transport(sync, working)
-        config = replace(config, weight_sync=sync)
-        check_server_reaches_learner(config)
-    check_sharing(config, parts)
-    return config
+        decided["weight_sync.transport"] = working[0]
+        settings = resolve(config, decided)
+        check_staging_transport(settings.weight_sync, working)
+        check_compact_transport(settings.weight_sync, working)
+        check_server_reaches_learner(settings)
+    check_sharing(resolve(config, decided), parts)
+    return decided
 
 
 def servers_per_gpu(parts: Sequence[HostDemand]) -> int:

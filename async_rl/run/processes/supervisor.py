@@ -161,7 +161,7 @@ class Supervisor:
             self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
         index = self._config.server_names.index(name)
         async with self._memory.turn(name):
-            actor = self._processes.start(name, server_class(name), self._config, index)
+            actor = self._processes.start(name, server_class(name), index)
             self.watchdog.begin(name, is_up=False)
             url = self._urls[name] = await self._call_server(
                 name, actor.start.remote(), timeouts.limit("startup_s"), "the start"

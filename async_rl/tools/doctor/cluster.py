@@ -24,9 +24,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.base.config import Config
+from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import cached_folder
-from async_rl.base.models_and_data.hub_names import with_absolute_paths
+from async_rl.base.models_and_data.hub_names import absolute_paths
 from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.base.network.ports import open_listener
 from async_rl.base.seams.doc_pages import doc_page
@@ -114,7 +115,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     probes = {
         address if addresses.count(address) == 1 else f"{address} ({node['NodeID'][:6]})": probe_class.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(os.getcwd(), with_absolute_paths(config))
+        ).remote(os.getcwd(), resolve(config, absolute_paths(config)))
         for address, node in zip(addresses, nodes, strict=True)
     }
     marker = Path(config.run.dir) / f".doctor-{uuid.uuid4().hex}"

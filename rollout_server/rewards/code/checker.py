@@ -214,7 +214,7 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
     """
     margin_s = service.MARGIN_S if config.task.sandbox.url else MARGIN_S
     needed_s, why = settings.answer_s + margin_s, "Else a slow program would cost its whole group the reward."
-    if config.task.rewards:
+    if key.startswith("task.rewards"):
         check(
             needed_s <= timeout_s, f"{key}.params.answer_s", settings.answer_s,
             f"at most {timeout_s - margin_s:g}, {margin_s:g} s less than timeouts.reward_s or its own timeout_s", why,

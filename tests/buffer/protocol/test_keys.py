@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import stat
@@ -138,9 +137,9 @@ def test_a_run_has_keys_of_its_own_for_as_long_as_it_goes_on(tmp_path: Path) -> 
     config = buffer_config()
     secrets = []
     for _ in range(2):
-        with own_keys(config, tmp_path / "keys") as with_keys:
-            check_keys(with_keys.network.keys)
-            assert with_keys == dataclasses.replace(config, network=NetworkConfig(keys=str(tmp_path / "keys")))
+        with own_keys(config, tmp_path / "keys") as decided:
+            check_keys(decided["network.keys"])
+            assert decided == {"network.keys": str(tmp_path / "keys")}
             secrets.append((tmp_path / "keys" / "client.key_secret").read_bytes())
         assert not (tmp_path / "keys").exists()
         new_keys(tmp_path / "keys")  # as a run that was killed leaves them
@@ -150,8 +149,8 @@ def test_a_run_has_keys_of_its_own_for_as_long_as_it_goes_on(tmp_path: Path) -> 
 @pytest.mark.parametrize("network", [NetworkConfig(insecure=True), NetworkConfig(keys="some")])
 def test_a_run_with_keys_of_its_user_or_without_any_makes_none(tmp_path: Path, network: NetworkConfig) -> None:
     config = buffer_config(network=network)
-    with own_keys(config, tmp_path / "keys") as same:
-        assert same is config
+    with own_keys(config, tmp_path / "keys") as decided:
+        assert decided == {}
         assert not (tmp_path / "keys").exists()
 
 
@@ -197,10 +196,11 @@ def test_the_buffer_binds_where_the_config_says(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_host_without_the_runs_folder_gets_the_keys_of_a_client_and_no_others(tmp_path: Path) -> None:
     placement = {"rollout": {"nodes": 1}}
-    with own_keys(config := make_config(run={"dir": tmp_path}, placement=placement), config.run_dir / "keys") as config:
-        files = client_keys_to_send(config)
+    config = make_config(run={"dir": tmp_path}, placement=placement)
+    with own_keys(config, tmp_path / "keys") as made:
+        files = client_keys_to_send(config, made)
         assert sorted(files) == ["client.key_secret", "server.key"]
-        with serving(changed(config, network={"keys": config.network.keys}, buffer={"journal": False})) as server:
+        with serving(changed(config, network={"keys": made["network.keys"]}, buffer={"journal": False})) as server:
             there = tmp_path / "of another host" / "keys"
             take_client_keys(str(there), files)
             client = LearnerClient(server.address, TIMEOUTS, str(there))
@@ -235,6 +235,6 @@ def test_a_stopped_server_leaves_no_keys_on_its_host_but_those_of_others_stay(ke
 
 def test_keys_that_a_user_gives_to_every_host_or_that_one_host_needs_are_not_sent(keys: Path) -> None:
     placement = {"rollout": {"nodes": 1}}
-    assert client_keys_to_send(make_config(network={"keys": str(keys)}, placement=placement)) == {}
-    with own_keys(config := make_config(run={"dir": keys}), config.run_dir / "keys") as config:
-        assert client_keys_to_send(config) == {}
+    assert client_keys_to_send(make_config(network={"keys": str(keys)}, placement=placement), {}) == {}
+    with own_keys(config := make_config(), keys / "own") as made:
+        assert client_keys_to_send(config, made) == {}

@@ -43,23 +43,6 @@ def test_an_export_without_weights_that_the_checkpoint_holds_is_refused(tmp_path
         export(tmp_path / "runs" / "run", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("rank", "old", "new"), [(2, "alpha: 32.0", "alpha: 16.0"), (0, "frozen: []", "frozen: [model.embed_tokens.*]")]
-)  # fmt: skip
-def test_a_checkpoint_from_before_a_resume_is_exported_with_what_was_trained_then(
-    rank: int, old: str, new: str, tmp_path: Path, one_rank: None
-) -> None:
-    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
-    train_and_export(tmp_path / "model", tmp_path, rank)
-    config = tmp_path / "runs" / "run" / "config.yaml"
-    (config.parent / "config.lineage_0.yaml").write_text(config.read_text().replace(str(tmp_path), "/elsewhere"))
-    assert old in config.read_text()
-    config.write_text(config.read_text().replace(old, new))  # by a version of the program that let a resume change it
-    export(config.parent / "checkpoints" / "step_3", tmp_path / "again")
-    files = [tmp_path / name / "model.safetensors" for name in ("again", "out")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
 def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match=str(tmp_path)):

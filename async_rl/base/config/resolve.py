@@ -1,0 +1,64 @@
+"""The settings of a run: the user's configuration with the values that the run decides.
+
+The configuration of a user is never changed. Whatever decides something returns the keys and their values:
+
+    watch.rollbacks, run.resume       rollbacks_of, from the watcher's events
+    model.path, task.path, ...        commits, absolute_paths: names of the hub with their commits, and full paths
+    run.dir, run.name, run.resume     open_run_dir
+    network.keys                      own_keys
+    weight_sync.transport, ...        placement_settings, from the GPUs that Ray has reserved
+    rollout.engine, ...               engine_of, in the process of a server
+    network.host, port, ports         enter, in each process
+
+The driver sends configuration and decisions to its processes, and each makes its settings of them by `resolve`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_rl.base.config import Config
+
+Decided = Mapping[str, Any]
+"""{key of the configuration: value}. Decisions are joined by `|`, and the later one counts."""
+
+
+def resolve(config: Config, decided: Decided) -> Config:
+    """Return the settings: `config` with the decided values. The same `config` if nothing is decided.
+
+    Example: resolve(config, {"run.name": "first-2", "weight_sync.transport": "gloo"})
+    """
+    sections: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in decided.items():
+        section, name = key.split(".")
+        sections[section][name] = value
+    changed = {section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    return replace(config, **changed) if changed else config
+
+
+def renamed(config: Config, key: str, names: Mapping[str, str]) -> Any:
+    """Return the value of `key`, a model or a tuple of data sets, with other names for those in `names`."""
+    section, name = key.split(".")
+    value: Any = getattr(getattr(config, section), name)
+    if isinstance(value, tuple):
+        return tuple(replace(each, path=names.get(each.path, each.path)) for each in value)
+    return names.get(value, value)
+
+
+def engine_of(config: Config, server: str) -> Decided:
+    """Return the settings of a server, one of `config.server_names`, with its engine as rollout.engine of all."""
+    placement, rollout = config.placement, config.rollout
+    if not placement.rollout.engines:
+        return {}
+    name = config.engines[config.server_names.index(server)]
+    is_main = name == rollout.engine
+    return {
+        "placement.rollout": replace(placement.rollout, engines=()), "rollout.engine": name,
+        "rollout.python": rollout.python if config.engine_entries[name].python else "",
+        "rollout.server_args": rollout.server_args if is_main else {},
+        "rollout.params": rollout.params if is_main else {},
+    }

@@ -110,21 +110,19 @@ def _run_once(
     beside: Callable[[Path], AbstractContextManager[object]], control: RunControl,
 ) -> dict[str, Any]:  # fmt: skip
     """Train until the end, an interrupt or a rollback of the watcher, after which the caller resumes the run."""
-    with contextlib.ExitStack() as stack:
-        decided = stack.enter_context(open_run_dir(config, decided))
+    with open_run_dir(config, decided) as decided:
         run_dir = control.run_dir = resolve(config, decided).run_dir
-        stack.enter_context(full_disk_named(run_dir))
-        stack.enter_context(beside(run_dir))
-        try:
-            summary = train_once(config, decided, signals, cautions, control)
-        except (ProcessDiedError, WaitTimeoutError) as error:
-            if not list_checkpoints(run_dir):
-                raise
-            raise type(error)(f"{error}\nresume with: async-rl train --resume {run_dir}") from None
-        if signals.requested:
-            has_checkpoint = bool(list_checkpoints(run_dir))
-            raise KeyboardInterrupt(f"resume with: async-rl train --resume {run_dir}" * has_checkpoint)
-        return summary
+        with full_disk_named(run_dir), beside(run_dir):
+            try:
+                summary = train_once(config, decided, signals, cautions, control)
+            except (ProcessDiedError, WaitTimeoutError) as error:
+                if not list_checkpoints(run_dir):
+                    raise
+                raise type(error)(f"{error}\nresume with: async-rl train --resume {run_dir}") from None
+            if signals.requested:
+                has_checkpoint = bool(list_checkpoints(run_dir))
+                raise KeyboardInterrupt(f"resume with: async-rl train --resume {run_dir}" * has_checkpoint)
+            return summary
 
 
 def train_once(

@@ -98,7 +98,7 @@ def test_a_model_whose_router_is_no_parameter_is_refused_before_the_start(tmp_pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     said = r"e_score_correction_bias the checkpoint has the shape \[4\], a push nothing"
     with pytest.raises(ConfigError, match=said):
-        _check_loading("model.path", str(tmp_path), make_config(tmp_path, model={"attn_implementation": "eager"}))
+        _check_loading("model.path", str(tmp_path), make_config(tmp_path), "eager")
 
 
 def test_saved_and_exported_policies_have_the_names_of_their_folder(tmp_path: Path, one_rank: None) -> None:

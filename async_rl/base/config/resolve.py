@@ -6,7 +6,7 @@ The configuration of a user is never changed. Whatever decides something returns
     model.path, task.path, ...        commits, absolute_paths: names of the hub with their commits, and full paths
     run.dir, run.name, run.resume     open_run_dir
     network.keys                      own_keys
-    weight_sync.transport, ...        placement_settings, from the GPUs that Ray has reserved
+    weight_sync.transport, ...        decide_placement, from the GPUs that Ray has reserved
     rollout.engine, ...               engine_of, in the process of a server
     network.host, port, ports         enter, in each process
 
@@ -24,14 +24,11 @@ if TYPE_CHECKING:
     from async_rl.base.config import Config
 
 Decided = Mapping[str, Any]
-"""{key of the configuration: value}. Decisions are joined by `|`, and the later one counts."""
+"""{key of the configuration: value}"""
 
 
 def resolve(config: Config, decided: Decided) -> Config:
-    """Return the settings: `config` with the decided values. The same `config` if nothing is decided.
-
-    Example: resolve(config, {"run.name": "first-2", "weight_sync.transport": "gloo"})
-    """
+    """Return the settings, such as resolve(config, {"run.name": "first-2"}): `config` itself if nothing is decided."""
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in decided.items():
         section, name = key.split(".")

@@ -1,4 +1,4 @@
-"""A transport that kills a server of the hf engine between two pushes, or within one."""
+"""A transport that kills a server of the hf engine after a push, and its successor within a later one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -24,11 +24,11 @@ NOTICED_S = 60.0
 class KillSettings:
     """When the victim is killed."""
 
-    moment: Literal["between", "within"]
-    """between: after a push, which returns once the driver has told the learner; within: in a push, after its first
+    between: int
+    """The version of the push after which the victim dies. The push returns once the driver has told the learner."""
+    within: int
+    """A version: it dies in the push after the first of this or a later version that has reached it, after the first
     bucket."""
-    version: int
-    """The version of that push."""
     log: str
     """The file with the output of the command."""
 
@@ -36,9 +36,13 @@ class KillSettings:
 class KillingTransport(BroadcastTransport):
     """Kills the process that listens at the victim's URL."""
 
+    _kills, _has_killed = False, False
+    """Whether the next push is the one within which the victim dies; whether it was."""
+
     def end_push(self, served: int | None) -> None:
         super().end_push(served)
-        if (self.settings.moment, self.settings.version) == ("between", served):
+        self._kills = served is not None and served >= self.settings.within and VICTIM in self.members.names
+        if served == self.settings.between:
             self._kill()
             deadline = time.monotonic() + NOTICED_S
             while f"{VICTIM}: the prompts of its" not in Path(self.settings.log).read_text():
@@ -48,7 +52,8 @@ class KillingTransport(BroadcastTransport):
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         sent = super().start_sending(bucket, version)
-        if (self.settings.moment, self.settings.version) == ("within", version) and VICTIM in self.members.names:
+        if self._kills and not self._has_killed:
+            self._has_killed = True
             sent()
             self._kill()
             return lambda: None

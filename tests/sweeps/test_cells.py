@@ -169,7 +169,7 @@ def test_a_sweep_goes_on_only_with_the_settings_that_its_finished_cells_have(
     assert run_sweep(same, Trainer()).pending == []
 
 
-def test_trackers_are_off_in_cells_unless_the_command_sets_them_and_seconds_replace_steps(tmp_path: Path) -> None:
+def test_trackers_are_off_in_cells_unless_set_and_seconds_replace_steps(tmp_path: Path) -> None:
     cell = all_cells(make(tmp_path).axes, tmp_path)[0]
 
     def config(**changes: Any) -> Config:

@@ -158,6 +158,7 @@ class TrainingRun:
         return None
 
     def _train(self) -> None:
+        from async_rl.base.telemetry.summary_table import format_summary
         from async_rl.pipeline import run
 
         try:
@@ -166,6 +167,7 @@ class TrainingRun:
                 self.summary = json.loads((self.run_dir / "summary.json").read_text())
                 return
             self.summary = run(self.config, self._signals, control=self._control)
+            print(format_summary(self.summary), end="")
         except BaseException as error:
             self._error = error
         finally:

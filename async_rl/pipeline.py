@@ -49,11 +49,11 @@ from async_rl.base.models_and_data.hub import commits, located, upload_model
 from async_rl.base.models_and_data.hub_names import absolute_paths, hub_repos
 from async_rl.base.run_dir.checkpoints import list_checkpoints
 from async_rl.base.run_dir.free_space import full_disk_named
-from async_rl.base.run_dir.run_dir import INTERRUPTED, open_run_dir
+from async_rl.base.run_dir.run_dir import INTERRUPTED, asked_name, open_run_dir
 from async_rl.base.run_dir.watch_events import rollbacks_of
 from async_rl.base.run_dir.whole_file import write_whole
 from async_rl.base.telemetry.plot_learning_curve import plot_learning_curve
-from async_rl.base.telemetry.status import NORMAL_END
+from async_rl.base.telemetry.status import INTERRUPTED_END, NORMAL_END
 from async_rl.run.before_start.preflight import check_inputs, check_names
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.placement import Reservation, decide_placement, reserve, runs_here, servers_per_gpu
@@ -115,10 +115,12 @@ def _run_once(
         with full_disk_named(run_dir), beside(run_dir):
             try:
                 summary = train_once(config, decided, signals, cautions, control)
-            except (ProcessDiedError, WaitTimeoutError) as error:
+            except (ProcessDiedError, WaitTimeoutError, KeyboardInterrupt) as error:
                 if not list_checkpoints(run_dir):
                     raise
-                raise type(error)(f"{error}\nresume with: async-rl train --resume {run_dir}") from None
+                how = f"resume with: async-rl train --resume {run_dir}"
+                is_signal = isinstance(error, KeyboardInterrupt)
+                raise type(error)(how if is_signal else f"{error}\n{how}") from None
             if signals.requested:
                 has_checkpoint = bool(list_checkpoints(run_dir))
                 raise KeyboardInterrupt(f"resume with: async-rl train --resume {run_dir}" * has_checkpoint)
@@ -142,7 +144,9 @@ def train_once(
     ):  # fmt: skip
         signals.install()
         signals.check()
-        log.logger.note(f"run directory: {run_dir}")
+        name = asked_name(run_dir)
+        why = f", as the name {name} is taken" if name not in ("", run_dir.name) else ""
+        log.logger.note(f"run directory: {run_dir}{why}")
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.run.processes.actor_group import ActorGroup
@@ -168,7 +172,7 @@ def train_once(
                 evaluate_trained(config, processes, log, servers)
                 supervisor.watch.act(at_end=True)
             counters = close_buffer(config, processes, log, revive)
-            supervisor.watchdog.write_status(NORMAL_END)
+            supervisor.watchdog.write_status(INTERRUPTED_END if signals.requested else NORMAL_END)
         except BaseException as error:
             supervisor.give_up(error)
             raise

@@ -50,6 +50,8 @@ class Task(ABC):
         """A sentence for each thing that works but that the user may not have meant; the run prints them."""
         self.skipped_long = 0
         """Prompts left out so far because they have more than task.max_prompt_tokens tokens."""
+        self.shortest_long_tokens = 0
+        """The length of the shortest of these prompts."""
 
     @abstractmethod
     def train_question(self, position: int) -> Question:
@@ -119,9 +121,12 @@ class Task(ABC):
 
     def is_short_enough(self, question: Question) -> bool:
         """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one in `skipped_long`."""
-        is_short = len(self._tokens(self._text(self._asked(question)))) <= self._config.max_prompt_tokens
-        self.skipped_long += not is_short
-        return is_short
+        length = len(self._tokens(self._text(self._asked(question))))
+        if length <= self._config.max_prompt_tokens:
+            return True
+        self.skipped_long += 1
+        self.shortest_long_tokens = min(length, self.shortest_long_tokens or length)
+        return False
 
     def _asked(self, question: Question) -> Question:
         return question.with_system_prompt(self._config.system_prompt)

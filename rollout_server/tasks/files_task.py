@@ -137,7 +137,8 @@ class FilesTask(Task):
                 num_rows += 1
         if not questions:
             limit = self._config.max_prompt_tokens
-            reason = f", all longer than task.max_prompt_tokens = {limit}" if num_rows else ""
+            shortest = f"task.max_prompt_tokens = {limit}: the shortest has {self.shortest_long_tokens} tokens"
+            reason = f", all longer than {shortest}" if num_rows else ""
             raise ConfigError(f"{data.path} must have a row that can be used, got {num_rows} rows{reason}")
         if cheatable:
             self._tell_cheatable(f"{data.path}: {len(cheatable)} of {len(questions)} questions", cheatable[0])

@@ -134,7 +134,7 @@ def test_a_bad_value_is_named_with_its_key_and_the_place(tmp_path: Path, overrid
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, MINIMAL, override)
     assert [problem.key for problem in caught.value.problems] == [key]
-    assert f", got {got} (command line)" in str(caught.value)
+    assert f", got {got} (override)" in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ["staleness.max", "=3", "run.name=["])
@@ -227,7 +227,7 @@ def test_an_error_names_the_line_of_the_file(tmp_path: Path, text: str, place: s
 
 def test_an_error_names_the_override_or_the_preset_and_no_place_for_a_default(tmp_path: Path) -> None:
     text = MINIMAL + "weight_sync:\n  every_steps: 1\n"
-    assert "got 0 (command line)" in error_of(tmp_path, text, "weight_sync.every_steps=0")
+    assert "got 0 (override)" in error_of(tmp_path, text, "weight_sync.every_steps=0")
     assert "got 'in_place'." in error_of(tmp_path, text, "staleness.mode=exact")
     message = error_of(tmp_path, text, "algorithm.preset=gspo", "algorithm.advantage=gae")
     assert message.startswith("algorithm.loss ") and "got 'gspo' (preset gspo)" in message

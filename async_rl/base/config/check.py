@@ -20,7 +20,7 @@ class SettingsError(ConfigError):
     """The error for settings that can't work. The message has one line for each of `problems`.
 
     Args:
-        places: [key] where it was set (`run.yaml:7`, `command line`); keys that were not set are missing.
+        places: [key] where it was set (`run.yaml:7`, `override`); keys that were not set are missing.
     """
 
     def __init__(self, problems: Sequence[Problem], places: Mapping[str, str] | None = None) -> None:

@@ -16,7 +16,7 @@ from async_rl.base.config.schema import describe, takes_text
 from async_rl.base.config.yaml_text import YAMLError, read_yaml, write_yaml
 from async_rl.base.errors import ConfigError
 
-COMMAND_LINE = "command line"
+OVERRIDE = "override"
 _MARKS_OF_YAML = ('"', "'", "|", ">", "!", "&")
 """A text that begins with one of these is quoted, a block, or has a tag or an anchor: YAML determines its type."""
 
@@ -90,18 +90,18 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
     is_plain = not text.lstrip().startswith(_MARKS_OF_YAML)
     if (is_plain and isinstance(value, str)) or (text.strip()[:1] in ("", "#") and takes_text(Config, key)):
         value = text.strip()
-    if key == "algorithm.preset" and places.get(key) != COMMAND_LINE:
+    if key == "algorithm.preset" and places.get(key) != OVERRIDE:
         _leave_preset(settings.get("algorithm"), value, places)
     node = settings
     for depth, name in enumerate(names[:-1], 1):
         if not isinstance(node.get(name), dict):
             node[name] = {}
-            places[".".join(names[:depth])] = COMMAND_LINE
+            places[".".join(names[:depth])] = OVERRIDE
         node = node[name]
     node[names[-1]] = value
     for below in [each for each in places if each.startswith(f"{key}.")]:
         del places[below]
-    places.update(dict.fromkeys([key, *(f"{key}.{below}" for below in lines)], COMMAND_LINE))
+    places.update(dict.fromkeys([key, *(f"{key}.{below}" for below in lines)], OVERRIDE))
 
 
 def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
@@ -136,7 +136,7 @@ def _remove_equal(section: dict[str, Any], values: Mapping[str, Any], key: str, 
         found, below = section.get(name, ...), f"{key}.{name}"
         if isinstance(found, dict) and isinstance(value, dict):
             _remove_equal(found, value, below, places)
-        elif _listed(found) == _listed(value) and places.get(below) != COMMAND_LINE:
+        elif _listed(found) == _listed(value) and places.get(below) != OVERRIDE:
             section.pop(name)
             places.pop(below, None)
 

@@ -87,7 +87,7 @@ def _problems(error: ErrorDetails, kind: type, prefix: str) -> Sequence[Problem]
         path = path[:-1]
     key, schema = _dotted(path, prefix), _find(kind, path)
     if sort == "missing":
-        remedy = f"Add it to the config file or as {key}=... on the command line"
+        remedy = f"Add it to the config file or as the override {key}=..."
         return [Problem(key, f"{key} is required and was not given. {remedy}")]
     if isinstance(cause, ConfigError):
         return [Problem(key, str(cause))]

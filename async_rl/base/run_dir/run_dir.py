@@ -158,7 +158,7 @@ def find_run(config: Config) -> Path | None:
     found = None
     for place, number in enumerate(_numbers(config), 1):
         candidate = _numbered(config, number)
-        asked, is_behind_gap = _asked_name(candidate), number > place
+        asked, is_behind_gap = asked_name(candidate), number > place
         is_of_name = number == 1 or asked == config.run.name or not (asked or is_behind_gap)
         if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
             found = candidate
@@ -202,7 +202,7 @@ def _numbered(config: Config, number: int) -> Path:
     return config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
 
 
-def _asked_name(run_dir: Path) -> str:
+def asked_name(run_dir: Path) -> str:
     """Return the run.name for which a directory was made; "" if it does not say."""
     file = run_dir / _ASKED_NAME
     return file.read_text() if file.is_file() else ""

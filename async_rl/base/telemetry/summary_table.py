@@ -38,4 +38,12 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     label_width = max((len(label) for label, _ in rows), default=0)
     value_width = max((len(value) for _, value in rows), default=0)
     table = "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
-    return f"\n{table}" + (f"\n{summary['alarms']}\n" if summary.get("alarms") else "")
+    alarms = f"\n{summary['alarms']}\n" if summary.get("alarms") else ""
+    return f"\n{table}{alarms}{_next_commands(summary)}"
+
+
+def _next_commands(summary: Mapping[str, Any]) -> str:
+    """Return the lines that say where the trained model is and what to do with it; none without a run directory."""
+    if not (folder := summary.get("run_dir")):
+        return ""
+    return f"\nThe model is in {folder}/model. Next:\n  async-rl eval {folder}/model\n  async-rl view {folder}\n"

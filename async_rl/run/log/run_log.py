@@ -164,7 +164,8 @@ class RunLog:
                     self.ended = self.end_reason or report.reason
                     if not report.is_stop:
                         self.begin_lineage()
-                    self.logger.note(report.reason or f"step {report.version} was the last: only the end is left to do")
+                    last = f"step {report.version} was the last"
+                    self.logger.note(f"training ends: {report.reason or last}")
                     if report.metrics:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
             case WorkerReport():

@@ -115,16 +115,20 @@ def _run_once(
         with full_disk_named(run_dir), beside(run_dir):
             try:
                 summary = train_once(config, decided, signals, cautions, control)
-            except (ProcessDiedError, WaitTimeoutError, KeyboardInterrupt) as error:
-                if not list_checkpoints(run_dir):
-                    raise
-                how = f"resume with: async-rl train --resume {run_dir}"
-                is_signal = isinstance(error, KeyboardInterrupt)
-                raise type(error)(how if is_signal else f"{error}\n{how}") from None
-            if signals.requested:
-                has_checkpoint = bool(list_checkpoints(run_dir))
-                raise KeyboardInterrupt(f"resume with: async-rl train --resume {run_dir}" * has_checkpoint)
-            return summary
+                if signals.requested:
+                    raise KeyboardInterrupt
+                return summary
+            except (ProcessDiedError, WaitTimeoutError) as error:
+                if how := how_to_resume(run_dir):
+                    raise type(error)(f"{error}\n{how}") from None
+                raise
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(how_to_resume(run_dir)) from None
+
+
+def how_to_resume(run_dir: Path) -> str:
+    """Return the words that name the command; "" if the run has no checkpoint yet."""
+    return f"resume with: async-rl train --resume {run_dir}" if list_checkpoints(run_dir) else ""
 
 
 def train_once(
@@ -172,7 +176,8 @@ def train_once(
                 evaluate_trained(config, processes, log, servers)
                 supervisor.watch.act(at_end=True)
             counters = close_buffer(config, processes, log, revive)
-            supervisor.watchdog.write_status(INTERRUPTED_END if signals.requested else NORMAL_END)
+            interrupted = f"{INTERRUPTED_END}; {how_to_resume(run_dir)}".rstrip("; ")
+            supervisor.watchdog.write_status(interrupted if signals.requested else NORMAL_END)
         except BaseException as error:
             supervisor.give_up(error)
             raise

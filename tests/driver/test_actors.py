@@ -20,6 +20,7 @@ from async_rl.run.processes.actors import LearnerActor, RolloutActor, share_of_c
 from async_rl.run.processes.entering import Origin, see_own_gpus
 from async_rl.run.processes.judges import JudgeActor
 from tests.kit.configs import make_config
+from tests.kit.hub import open_hub
 
 
 @pytest.fixture
@@ -80,6 +81,24 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
         await actor.stop()
 
     asyncio.run(run())
+
+
+def test_a_server_that_starts_on_another_host_fetches_its_model_from_the_hub(
+    make: Callable[..., Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_hub() as hub:
+        hub.add_model("org/tiny", model_folder)
+        hub.use(monkeypatch, tmp_path / "cache")
+        commit = hub.models["org/tiny"].branches["main"]
+        task, path = {"name": "reasoning_gym/chain_sum"}, f"hf://org/tiny@{commit}"
+        actor = make(RolloutActor, model={"path": path}, task=task, rollout={"engine": "hf"})
+
+        async def run() -> None:
+            await actor.start()
+            await actor.stop()
+
+        asyncio.run(run())
+        assert hub.downloads["model.safetensors"] == 1
 
 
 def test_the_port_of_the_learners_rendezvous_is_held_until_it_is_served(make: Callable[..., Any]) -> None:

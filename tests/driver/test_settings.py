@@ -90,6 +90,20 @@ def test_servers_of_different_engines_have_their_own_as_the_engine(origins: list
     assert enter(origin, "learner/0").placement.rollout.engines == ("hf", "sglang")
 
 
+def test_a_run_that_is_ended_at_once_says_how_to_resume_if_it_has_a_checkpoint(
+    origins: list[Origin], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt("at once")
+
+    monkeypatch.setattr(actor_group, "ActorGroup", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        pipeline.run(make_config(run={"dir": tmp_path, "name": "new"}))
+    make_checkpoint(tmp_path / "r", 2)
+    with pytest.raises(KeyboardInterrupt, match=f"--resume {tmp_path / 'r'}"):
+        pipeline.run(make_config(run={"dir": tmp_path, "resume": tmp_path / "r"}))
+
+
 def test_a_resume_after_a_rollback_decides_on_its_checkpoint(origins: list[Origin], tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     for version in (2, 4):

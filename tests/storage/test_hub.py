@@ -20,7 +20,6 @@ from async_rl.base.models_and_data.hub import (
     cached_folder,
     check_login,
     find_files,
-    folders,
     located,
     pinned,
     upload_model,
@@ -241,11 +240,8 @@ def test_a_download_can_be_ended_and_goes_on_later(hub: HubServer) -> None:
 def test_a_host_has_or_fetches_the_files_of_its_processes(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "rows-1.jsonl").write_text("{}")
     config = pinned(config_of(NAME, "task.name=", f"task.path={tmp_path}/rows-*.jsonl", "eval.num_prompts=0"))
-    folder = folders(config, ["model.path"])["model.path"]
-    assert not Path(folder).exists()
     find_files(config, SERVER_KEYS)
     assert hub.downloads["model.safetensors"] == 1
-    assert folder == located(config).model.path
     (tmp_path / "rows-1.jsonl").unlink()
     with pytest.raises(ConfigError, match=rf"{config.network.host} .*{tmp_path}/rows-\*\.jsonl.*task\.path"):
         find_files(config, SERVER_KEYS)

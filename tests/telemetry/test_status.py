@@ -63,9 +63,8 @@ def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: 
     assert first.endswith("ended: it failed") and learner.startswith("learner/0") and before
     write_status(tmp_path, [], "ended: KeyboardInterrupt")
     assert len(format_status(tmp_path).splitlines()) == 1, "it ended before any process"
-    write_status(tmp_path, [status], INTERRUPTED_END)
-    text = format_status(tmp_path)
-    assert f"--resume {tmp_path}" in text and "learner/0" not in text
+    write_status(tmp_path, [status], f"{INTERRUPTED_END}; resume with: async-rl train --resume {tmp_path}")
+    assert format_status(tmp_path).rstrip().endswith(f"--resume {tmp_path}"), "and no process"
 
 
 @pytest.mark.parametrize("note", [RUNNING, NORMAL_END, "ended: KeyboardInterrupt"])

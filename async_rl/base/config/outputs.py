@@ -46,7 +46,7 @@ class LoggingConfig:
     trackio: bool = False
     """Whether the same metrics go to trackio, where it is installed (`pip install trackio`)."""
     tensorboard: bool = False
-    """Whether the same metrics go to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`), which
-    `tensorboard --logdir RUN_DIR` shows."""
+    """Whether the same metrics go to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
+    `tensorboard --logdir RUN_DIR` shows them (`pip install tensorboard`)."""
     project: str = "async-rl"
     """The project in wandb and trackio."""

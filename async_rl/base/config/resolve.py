@@ -9,6 +9,8 @@ The configuration of a user is never changed. Whatever decides something returns
     weight_sync.transport, ...        decide_placement, from the GPUs that Ray has reserved
     rollout.engine, ...               engine_of, in the process of a server
     network.host, port, ports         enter, in each process
+    model.path, judge.path, ...       located, in the process that loads it: the folder on its host
+    judge.urls                        connect, in a worker: where the judge's servers are
 
 The driver sends configuration and decisions to its processes, and each makes its settings of them by `resolve`.
 """

@@ -85,17 +85,6 @@ def located(
     return resolve(config, {repo.key: str(model_folder(repo, check=check)) for repo in hub_repos(config, keys)})
 
 
-def folders(config: Config, keys: Sequence[str]) -> Decided:
-    """Return where this host has the models of the hub, or will have them after `find_files`: names with commits."""
-    from huggingface_hub import constants, file_download
-
-    found = {}
-    for repo in hub_repos(config, keys):
-        cached = file_download.repo_folder_name(repo_id=repo.id, repo_type=repo.kind)
-        found[repo.key] = str(Path(constants.HF_HUB_CACHE, cached, "snapshots", repo.revision))
-    return found
-
-
 def find_files(config: Config, keys: Sequence[str]) -> None:
     """Check that this host has the files that the settings `keys` name; download what is on the hub.
 

@@ -16,7 +16,8 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.whole_file import write_whole
 
 NORMAL_END = "ended normally"
-INTERRUPTED_END = "interrupted, with a checkpoint"
+INTERRUPTED_END = "interrupted"
+"""It is followed by the command that resumes the run, if there is a checkpoint."""
 RUNNING = "running"
 PAUSED = "paused"
 """The note on a run that its watcher has paused begins with this word."""
@@ -106,9 +107,7 @@ def format_status(run_dir: Path) -> str:
             "another version of this program. Copy it again"
         ) from None
     text += f"{saved['alarms']}\n" if saved.get("alarms") else ""
-    if saved["note"] == INTERRUPTED_END:
-        text += f"Resume with: async-rl train --resume {run_dir}\n"
-    if saved["note"] in (NORMAL_END, INTERRUPTED_END):
+    if saved["note"] == NORMAL_END or saved["note"].startswith(INTERRUPTED_END):
         return text
     before = ""
     if not goes_on(saved["note"]):

@@ -24,7 +24,8 @@ from async_rl.base.config.resolve import resolve
 from async_rl.base.cores import threads_per_process
 from async_rl.base.errors import ConfigError
 from async_rl.base.messages.reports import EvaluationDone, LearnerReport, WorkerReport
-from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS
+from async_rl.base.models_and_data.hub import find_files, located
+from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS
 from async_rl.base.network.ports import open_listener
 from async_rl.base.telemetry.status import Status
 from async_rl.run.before_start.memory import plan_memory
@@ -94,7 +95,7 @@ class RolloutActor:
     async def find_files(self) -> None:
         """Check that this host has its model and data; download what is on the hub."""
         self._doing, self._since_s = "fetches models and data sets", time.monotonic()
-        await asyncio.to_thread(self._origin.find_files, SERVER_KEYS, self._config.network.host)
+        await asyncio.to_thread(find_files, self._config, SERVER_KEYS)
 
     async def start(self) -> str:
         """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
@@ -112,6 +113,7 @@ class RolloutActor:
 
             torch.set_num_threads(threads_per_process(self._config))
 
+        self._config = located(self._config, ["model.path"])  # a restarted server may be on another host
         self._tokenizer = load_tokenizer(self._config.model.path)
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
@@ -223,7 +225,7 @@ class LearnerActor:
                 "on the learner's host: there `ray start --resources='{\"learner\": 1}'`, and "
                 "placement.learner.resource: learner"
             )
-        self._origin.find_files(LEARNER_KEYS, self._config.network.host)
+        find_files(self._config, LEARNER_KEYS)
 
     def gpu_bytes(self) -> int:
         return checked_gpu_bytes()
@@ -236,7 +238,7 @@ class LearnerActor:
         """
         # the share of all servers of a GPU, which decide_placement has divided
         share = {"rollout.gpu_memory_utilization": self._origin.config.rollout.gpu_memory_utilization}
-        config = resolve(self._config, share)
+        config = located(resolve(self._config, share), LEARNER_MODELS)
         plan = plan_memory(config, gpus_there, rank_bytes)
         if server_bytes:
             same = server_bytes == rank_bytes
@@ -252,7 +254,7 @@ class LearnerActor:
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(
-            self._config, self._rank, ranks, *master, buffer_address, engine_urls,
+            located(self._config, LEARNER_MODELS), self._rank, ranks, *master, buffer_address, engine_urls,
             listener=self._listener,
         )
 

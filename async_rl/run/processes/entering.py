@@ -14,15 +14,10 @@ from async_rl.base.config import Config
 from async_rl.base.config.resolve import Decided, engine_of, resolve
 from async_rl.base.cores import limit_spinning
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import find_files, folders
-from async_rl.base.models_and_data.hub_names import LEARNER_MODELS
 from async_rl.base.network import agree_on_nccl, use_interface
 from async_rl.base.network.ports import ports_of
 from async_rl.base.seams.user_modules import find_sent_modules_first
 from buffer.protocol.keys import take_client_keys
-
-_MODELS = {"buffer": (), "learner": LEARNER_MODELS, "judge": ("judge.path",)}
-"""The keys of the models that a process loads; a server's is model.path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +32,6 @@ class Origin:
     """The values that the driver has decided for the run."""
     client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
-
-    def find_files(self, keys: Sequence[str], host: str) -> None:
-        """Check that this host has what the settings `keys` name; download what is on the hub."""
-        find_files(resolve(self.config, {**self.decided, "network.host": host}), keys)
 
 
 def enter(origin: Origin, name: str, port: int = 0) -> Config:
@@ -81,12 +72,11 @@ def enter(origin: Origin, name: str, port: int = 0) -> Config:
 
 
 def _settings_of(origin: Origin, name: str, port: int) -> Config:
-    """Return the settings of a process: what the driver has decided, its place, and its models on this host."""
+    """Return the settings of a process: what the driver has decided, and its place."""
     config = resolve(origin.config, origin.decided)
     host = config.network.host if config.placement.num_nodes == 1 else ray.util.get_node_ip_address()
     return resolve(config, {
         "network.host": host, "network.port": port or config.network.port, "network.ports": ports_of(config, name),
-        **folders(config, _MODELS.get(name.partition("/")[0], ("model.path",))),
         **(engine_of(config, name) if name in config.server_names else {}),
     })
 

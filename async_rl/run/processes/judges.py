@@ -12,6 +12,7 @@ from ray import ObjectRef
 
 from async_rl.base.config import Config
 from async_rl.base.messages.reports import WorkerReport
+from async_rl.base.models_and_data.hub import find_files, located
 from async_rl.base.telemetry.status import Status
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import dump_stacks, pin_cpus
@@ -40,11 +41,11 @@ class JudgeActor:
 
     async def find_files(self) -> None:
         """Check that this host has the judge's model; download it if it is on the hub."""
-        await asyncio.to_thread(self._origin.find_files, ["judge.path"], self._config.network.host)
+        await asyncio.to_thread(find_files, self._config, ["judge.path"])
 
     async def start(self) -> str:
         """Start the server and wait until it answers; returns the base address of its endpoint."""
-        config = self._config
+        config = located(self._config, ["judge.path"])
         log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
         open_chat = config.judge.engine_entry.load_chat()
         self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)

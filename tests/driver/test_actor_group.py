@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from async_rl.base.config import Limit, NetworkConfig
+from async_rl.base.config import Config, Limit, NetworkConfig
 from async_rl.base.errors import (
     AsyncRLError,
     ConfigError,
@@ -41,12 +41,16 @@ from tests.kit.fake_actors import FakeReservation
 pytestmark = pytest.mark.e2e
 
 
+def group_of(config: Config, folder: Path) -> ActorGroup:
+    (folder / "r").mkdir(exist_ok=True)
+    origin = Origin(str(folder), config)
+    return ActorGroup(folder / "r", cast(Reservation, FakeReservation()), StopSignals(), origin)
+
+
 @pytest.fixture
 def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorGroup]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "r").mkdir()
-    origin = Origin(str(tmp_path), make_config())
-    processes = ActorGroup(tmp_path / "r", cast(Reservation, FakeReservation()), StopSignals(), origin)
+    processes = group_of(make_config(run={"name": "r", "dir": tmp_path}), tmp_path)
     yield processes
     processes.stop(1.0)
 
@@ -64,7 +68,7 @@ def call(processes: ActorGroup, name: str, cls: type, *args: Any) -> Any:
 
 @pytest.mark.nightly
 def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
-    group: ActorGroup, tmp_path: Path, taken_port: int
+    ray_here: None, tmp_path: Path, taken_port: int
 ) -> None:
     (tmp_path / "broken").mkdir()
     for name in ("client.key", "server.key_secret"):
@@ -74,9 +78,10 @@ def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
         (NetworkConfig(keys=str(tmp_path / "none")), r"network\.keys: .*none/client\.key"),
         (NetworkConfig(keys=str(tmp_path / "broken")), r"network\.keys: .*broken/client\.key"),
     ):
+        processes = group_of(make_config(run={"name": "r", "dir": tmp_path}, network=network), tmp_path)
         with pytest.raises(ConfigError, match=message):
-            call(group, "buffer", BufferActor, make_config(run={"name": "r", "dir": tmp_path}, network=network))
-        group.kill("buffer")
+            call(processes, "buffer", BufferActor)
+        processes.stop(1.0)
 
 
 class Failing:
@@ -305,11 +310,10 @@ def test_a_call_that_is_cancelled_ends_in_its_process(group: ActorGroup) -> None
     group.gather({"rollout/0": actor.ended.remote()}, limit, "the end of the call")
 
 
-def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup, tmp_path: Path) -> None:
-    config = make_config(run={"name": "r", "dir": tmp_path})
-    address = call(group, "buffer", BufferActor, config)
+def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup) -> None:
+    address = call(group, "buffer", BufferActor)
     group.kill("buffer")
-    assert call(group, "buffer", BufferActor, config, int(address.rpartition(":")[2])) == address
+    assert call(group, "buffer", BufferActor, int(address.rpartition(":")[2])) == address
 
 
 @pytest.mark.nightly

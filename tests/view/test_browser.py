@@ -125,6 +125,7 @@ def test_tokens_are_coloured_and_say_what_is_known_of_them(page: Page) -> None:
     page.goto(f"{RUN}/groups/1")
     assert page.locator(".t.v0").count() == page.locator(".t.v1").count() == 6
     page.get_by_role("link", name="importance ratio").click()
+    page.wait_for_url("**color=ratio*")  # loaded: its script answers keys
     expect(page.locator(".t.r5")).to_have_count(11)  # log ratio 0.5
     assert page.locator(".t.m0").count() == 1  # the learner masked the first token
     page.locator("#tokens").focus()

@@ -47,18 +47,19 @@ NEW_FIELDS = {
 
 def tree_with_new_fields(folder: Path) -> Path:
     """Return a tree that is this one, with one line more in async_rl/base/types.py for each of NEW_FIELDS."""
-    text = (ROOT / "async_rl" / "types.py").read_text()
+    text = (ROOT / "async_rl" / "base" / "types.py").read_text()
     for name, fields in NEW_FIELDS.items():
         head, class_line, body = text.partition(f"class {name}:\n")
         assert class_line
         docstring_end = body.index('"""', body.index('"""') + 3) + 3
         lines = "".join(f"\n    {field}" for field in fields)
         text = head + class_line + body[:docstring_end] + "\n" + lines + body[docstring_end:]
-    (folder / "async_rl").mkdir(parents=True)
-    for path in (ROOT / "async_rl").iterdir():
-        if path.name not in ("types.py", "__pycache__"):
-            (folder / "async_rl" / path.name).symlink_to(path)
-    (folder / "async_rl" / "types.py").write_text(text)
+    (folder / "async_rl" / "base").mkdir(parents=True)
+    for parent in ("async_rl", "async_rl/base"):
+        for path in (ROOT / parent).iterdir():
+            if path.name not in ("base", "types.py", "__pycache__"):
+                (folder / parent / path.name).symlink_to(path)
+    (folder / "async_rl" / "base" / "types.py").write_text(text)
     for name in ("buffer", "tests"):
         (folder / name).symlink_to(ROOT / name)
     return folder

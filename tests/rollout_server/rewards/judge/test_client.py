@@ -140,7 +140,8 @@ def test_after_the_patience_there_is_no_verdict_and_the_reason_is_given(retry_af
         assert verdict.reward is None
         assert "judge.patience_s" in verdict.reason and "down for a while" in verdict.reason
         assert len(fake.asked) <= 2 if retry_after else len(fake.asked) > 2
-        assert counts["scoring/judge/requests"] == len(fake.asked) == counts["scoring/judge/retries"] + 1
+        assert counts["scoring/judge/requests"] == counts["scoring/judge/retries"] + 1
+        assert 0 <= counts["scoring/judge/requests"] - len(fake.asked) <= 1  # the patience may end before one arrives
 
     asyncio.run(ask())
 

@@ -43,8 +43,8 @@ from buffer.client import LearnerClient
 from buffer.protocol.keys import own_keys
 from buffer.server import BufferServer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
-from rollout_server.engines.open_reply import OpenReply
-from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import Task, open_task

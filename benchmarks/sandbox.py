@@ -29,7 +29,7 @@ from async_rl.tools.sweeps.machine import machine_text
 from async_rl.tools.sweeps.tables import Table, write_page
 from rollout_server.question import Question
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
-from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap, Ended, RunLimits
+from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, RunLimits
 
 SOLVE = """```python
 from collections import Counter

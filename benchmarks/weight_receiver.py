@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from async_rl.base.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.base.errors import WaitTimeoutError
-from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
-from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.hf.engine import WeightEndpoints, replace_weights
+from rollout_server.engines.http_admin import SGLangAdmin
 
 START_S = 120.0
 END_S = 10.0

@@ -11,8 +11,8 @@ import pytest
 
 from async_rl.base import cores
 from async_rl.base.cores import SPINS, limit_spinning, server_threads, threads_per_process, usable_cores
-from rollout_server.engines.sglang import sglang_process
-from rollout_server.engines.vllm import vllm_process
+from rollout_server.engines.sglang import launch as sglang
+from rollout_server.engines.vllm import engine as vllm
 from tests.kit.configs import make_config
 
 
@@ -44,8 +44,8 @@ def test_a_server_gets_its_share_of_the_cores_though_ray_says_one_thread(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     config = make_config()
     assert server_threads(config) == expected
-    of_sglang = sglang_process.server_environment(config, {"dtype": "auto"})
-    of_vllm = vllm_process.server_environment(config, sys.executable, on_gpu=False)
+    of_sglang = sglang.server_environment(config, {"dtype": "auto"})
+    of_vllm = vllm.server_environment(config, sys.executable, on_gpu=False)
     assert (of_sglang["OMP_NUM_THREADS"], of_vllm["OMP_NUM_THREADS"]) == (expected, expected)
 
 

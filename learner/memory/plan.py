@@ -83,7 +83,7 @@ class MemoryPlan:
     Args:
         rank_gpus: the share of a GPU of each learner rank; with 0 all processes share one host without GPUs.
         total: the bytes of the smallest GPU, or of that host.
-        kv_token_bytes: the function of rollout_server/engines/kv_cache.py.
+        kv_token_bytes: the function of rollout_server/engines/base.py.
 
     Raises:
         ConfigError: a model can't be loaded.

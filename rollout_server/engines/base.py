@@ -1,21 +1,28 @@
 """The interface of rollout engines, which generate replies. `rollout.engine` names the engine of a run.
 
 An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/base/weights/server_admin.py) with which the
-learner pauses and updates it, and an `EngineEntry` (async_rl/base/seams/engines.py).
+learner pauses and updates it, and an `EngineEntry` (async_rl/base/seams/engines.py). `StopTexts` and the sizes of a KV
+cache at the end of this file serve several engines.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from async_rl.base.config import Config
 from async_rl.base.types import FloatArray, IntArray, Prompt
 
 _GREEDY_TEMPERATURE = 1e-4
 """Temperature of greedy replies. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
+_KV_SHARE = 0.25
+"""The share of the host's free memory that all KV caches may take; the learner needs the rest."""
+MAX_GRAPH_REPLIES = 1024
+"""The largest decode batch for which a server on a GPU captures a CUDA graph. Each size takes time at the start."""
 
 
 class Purpose(StrEnum):
@@ -116,3 +123,80 @@ def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
     """Return the engine that rollout.engine names, not started yet. ConfigError: its class can't be imported."""
     engine: Engine = config.rollout.engine_entry.load()(config, index, log_dir)
     return engine
+
+
+class StopTexts:
+    """Texts that end a reply with the token that completes one of them.
+
+    That token is kept, though it may hold more than the end of the text: it was sampled, so it is trained on like the
+    others. The tokens after it are as if they had not been sampled: a token depends only on those before it, so the
+    logprobs that stay are right also if an engine has sampled on.
+
+    Args:
+        texts: one or more texts, none empty.
+        tokenizer: decodes tokens; special tokens are text, too.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
+        self._texts = tuple(texts)
+        self._tokenizer = tokenizer
+        # A token is at least a byte. The first tokens of a part may be decoded otherwise than within the whole reply.
+        self._tail_tokens = max(len(text.encode()) for text in texts) + 4
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last token completes one of the texts, in a reply that has not ended before."""
+        return self._is_in(tokens[-self._tail_tokens :])
+
+    def cut(self, reply: SampledReply) -> SampledReply:
+        """Return the reply up to the token with which its text contains one of the texts, or as it is without any."""
+        tokens = reply.tokens.tolist()
+        if not self._is_in(tokens):
+            return reply
+        count = bisect.bisect_left(range(len(tokens)), True, lo=1, key=lambda count: self._is_in(tokens[:count]))
+        return replace(
+            reply, tokens=reply.tokens[:count], logprobs=reply.logprobs[:count], versions=reply.versions[:count],
+            finish_reason="stop",
+        )
+
+    def _is_in(self, tokens: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return any(each in text for each in self._texts)
+
+
+def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_bytes: int) -> int:
+    """Return for how many tokens a server's KV cache has room: all rows in flight if memory allows, else fewer.
+
+    There is room for one row at least.
+
+    Args:
+        token_bytes: memory for one token; see kv_token_bytes.
+        row_tokens: tokens that are set aside for one row, its prompt included.
+    """
+    affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
+    return max(row_tokens, min(config.max_running_replies * row_tokens, affordable))
+
+
+def graph_replies(config: Config) -> int:
+    """Return the size of the largest decode batch that is worth a CUDA graph: all replies of a server, up to a limit.
+
+    The engines' own choice, 256 or 512, leaves larger batches without a graph, and captures sizes that never occur.
+    """
+    return min(config.max_running_replies, MAX_GRAPH_REPLIES)
+
+
+def kv_token_bytes(model: Any, dtype: str, tp: int = 1) -> int:
+    """Return the bytes that one token takes in the KV cache of each of the `tp` ranks of a server.
+
+    A rank holds one head at least: of fewer heads than ranks each is there more than once.
+
+    Args:
+        model: the text part of the model's config.
+    """
+    heads = int(getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
+    of_rank = max(1, heads // tp)
+    return 2 * int(model.num_hidden_layers) * of_rank * head_size(model) * (4 if dtype == "float32" else 2)
+
+
+def head_size(model: Any) -> int:
+    """Return the size of one attention head of a model, from the text part of its transformers config."""
+    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)

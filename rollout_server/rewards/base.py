@@ -22,25 +22,21 @@ from async_rl.base.seams import find_entry
 from async_rl.base.seams.lookup import import_object
 from async_rl.base.types import Prompt
 from rollout_server.question import Question
-from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import CallLimits, Reward, Score
-from rollout_server.rewards.judge.rewards import JUDGE, JUDGE_LISTWISE, JUDGE_PAIRWISE
-from rollout_server.rewards.math_checker import num_children
-from rollout_server.rewards.reward_tasks import MAX_TASKS
-from rollout_server.rewards.reward_threads import MAX_THREADS
-from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
-from rollout_server.rewards.verdict_cache import identity
+from rollout_server.rewards.reward_calls import MAX_TASKS, MAX_THREADS, num_children
 
-# A thread's wait for a free math-verify process would count against the time limit.
-REWARDS: dict[str, Reward] = {
-    **{name: Reward(function=rule, concurrency=num_children()) for name, rule in RULES.items()},
-    "code": CODE,
-    "judge": JUDGE,
-    "judge_pairwise": JUDGE_PAIRWISE,
-    "judge_listwise": JUDGE_LISTWISE,
+REWARDS = {
+    "gsm8k": "rollout_server.rewards.rules:GSM8K",
+    "gsm8k_flexible": "rollout_server.rewards.rules:GSM8K_FLEXIBLE",
+    "math_verify": "rollout_server.rewards.rules:MATH_VERIFY",
+    "code": "rollout_server.rewards.code.checker:CODE",
+    "judge": "rollout_server.rewards.judge:JUDGE",
+    "judge_pairwise": "rollout_server.rewards.judge:JUDGE_PAIRWISE",
+    "judge_listwise": "rollout_server.rewards.judge:JUDGE_LISTWISE",
 }
-"""The rewards that are built in, by their name in the configuration."""
-
+"""[name in the configuration] the place of a built-in reward, which is imported when it is used."""
+_COMPARING = ("judge_pairwise", "judge_listwise")
+"""The rewards that compare the answers of a group."""
 _ARGUMENTS = {"answer": ("question", "response"), "episode": ("question", "episode"), "group": ("question", "episodes")}
 
 
@@ -106,7 +102,7 @@ def _opened(config: Config, task: Verifier, rewards: Sequence[RewardConfig], of:
             f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
-        _check_evaluations(config, task, reward, each, name_key)
+        _check_evaluations(config, task, each, name_key)
         own = CallLimits(config.timeouts.reward_s, reward.concurrency)
         own = reward.limits(config, settings) if reward.limits else own
         timeout_s = each.timeout_s or own.timeout_s
@@ -125,9 +121,9 @@ def _opened(config: Config, task: Verifier, rewards: Sequence[RewardConfig], of:
     return tuple(found)
 
 
-def _check_evaluations(config: Config, task: Verifier, reward: Reward, of: RewardConfig, key: str) -> None:
+def _check_evaluations(config: Config, task: Verifier, of: RewardConfig, key: str) -> None:
     """Check that a judge that compares answers has several of them in an evaluation, or else counts for nothing."""
-    compares = reward in (JUDGE_PAIRWISE, JUDGE_LISTWISE) and bool(of.weight or of.weights)
+    compares = of.reward in _COMPARING and bool(of.weight or of.weights)
     if compares and config.eval.num_prompts and config.eval.samples_per_prompt == 1:
         prompts: list[Any] = getattr(task, "eval_prompts", list)()
         check(
@@ -160,6 +156,8 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
 
 def _check_held_out(config: Config, task: Verifier) -> None:
     """Check that the gold reward, if it is a rule, can read the right answers of the held-out questions."""
+    from rollout_server.rewards.rules import check_reference, rule_for_source
+
     name = config.eval.gold_reward
     is_rule_of_source = name == "task" and bool(config.task.path)
     prompts: list[Prompt] = getattr(task, "eval_prompts", list)()
@@ -183,9 +181,7 @@ def _own_reward(task: Verifier) -> Reward:
 
 def _find_reward(name: str, key: str) -> Reward:
     """Return the entry of REWARDS, or the Reward or function of the user's that `module:name` is."""
-    if ":" not in name:
-        return find_entry(REWARDS, name, key)
-    found: Any = import_object(name, key)
+    found: Any = import_object(name if ":" in name else find_entry(REWARDS, name, key), key)
     if isinstance(found, Reward):
         return found
     if not callable(found) or inspect.isclass(found):
@@ -202,6 +198,8 @@ def _settings(reward: Reward, of: RewardConfig, key: str) -> Any:
 def _identity(place: str, reward: Reward, settings: Any, config: Config) -> bytes:
     if not reward.is_function_of_input:
         return b""
+    from rollout_server.rewards.verdict_cache import identity
+
     return identity(place, reward, settings, reward.inputs(config) if reward.inputs else None)
 
 

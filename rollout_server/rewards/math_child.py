@@ -1,4 +1,4 @@
-"""The child process of `math_checker`: it reads JSON lines {gold, response, timeout_s} and writes `true` or `false`.
+"""The child process of `MathChecker`: it reads JSON lines {gold, response, timeout_s} and writes `true` or `false`.
 
 A check that runs too long ends the process by SIGALRM's default action, which also interrupts big-integer arithmetic
 inside C. The file is run by its path and imports nothing of this project.

@@ -1,28 +1,31 @@
-"""The rules that compare a response with the right answer, and the table that names them."""
+"""The rules that compare a response with the right answer: gsm8k, gsm8k_flexible and math_verify.
+
+math-verify (https://github.com/huggingface/Math-Verify) runs in child processes: its own timeouts are signals, which
+only a main thread receives, and an answer like `9^9^9^9` would hold the worker's interpreter lock for minutes. A child
+process can be killed.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import queue
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import cache, partial
-from typing import Any
+from itertools import pairwise
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import IO, Any, cast
 
-from async_rl.base.errors import ConfigError
+from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
-from rollout_server.rewards.code.cases import first_cheatable, read_cases
-from rollout_server.rewards.math_checker import MathChecker
-from rollout_server.rewards.references import (
-    after_replaced_boxes,
-    as_math,
-    as_text,
-    ends_with,
-    final_answer,
-    is_answer,
-    is_number,
-    only_boxes,
-    with_marked_math,
-)
+from rollout_server.rewards.contract import Reward
+from rollout_server.rewards.reward_calls import num_children
 
 Rule = Callable[[Question, str], float]
 """Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
@@ -33,6 +36,39 @@ TAIL_CHARACTERS = 300
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
+NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
+"""The rules whose right answer is one number."""
+CHECK_TIMEOUT_S = 5.0
+"""A child whose check takes longer ends itself."""
+ANSWER_TIMEOUT_S = 30.0
+"""A child that does not reply within this time, including its start, is killed."""
+IDLE_TIMEOUT_S = 300.0
+"""The longest wait for an idle child. A reward function of the user's may call from more threads than there are
+children; timeouts.reward_s usually ends its wait earlier."""
+_MOST_DIGITS = 400
+"""The most digits that a number with an exponent is written out with; the largest float has 309."""
+_WITH_EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d{1,3}")
+_MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d{0,99})\s*/\s*([1-9]\d{0,99})")
+_SPACE = r"(?:\s|\\,|\\ |~)"
+_WITH_SPACES = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?:\.\d+)?")
+_FULL_STOP = re.compile(r"(?<=\d)\.$")
+_MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\\\])")
+"""A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
+_BOX = re.compile(r"\\boxed\{")
+_ANSWER = re.compile(r"<answer>((?:[^<]|<(?!/?answer>))*)(</answer>)?")
+_MENTIONED = re.compile(r"[^\w$\\+-]*[^\W\d_]{2}")
+"""The text behind the tag <answer> where it is only named, as in `written in <answer> tags`."""
+_REFERRING = {
+    "above", "and", "answer", "as", "at", "box", "boxed", "final", "given", "i", "in", "is", "it", "look", "my",
+    "number", "please", "result", "same", "see", "shown", "solution", "stated", "that", "the", "value", "written",
+}  # fmt: skip
+"""The words of an <answer> that only says where the answer is, as in `see the box above`."""
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_BRACE = re.compile(r"[{}]")
+_LETTERS = re.compile(r"\w+")
+_KEPT_WORDS = {"and", "or", "percent", "percentage", "pct"}
+"""Words outside of boxes that math-verify reads as a part of the answer."""
 
 
 def gsm8k(question: Question, response: str, *, flexible: bool = False) -> float:
@@ -74,16 +110,6 @@ def math_verify(question: Question, response: str) -> float:
     return float(any(_math_checker().is_equal(with_marked_math(each), reference) for each in choices))
 
 
-RULES: dict[str, Rule] = {
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": partial(gsm8k, flexible=True),
-    "math_verify": math_verify,
-}
-"""The rules by their name in the configuration."""
-NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
-"""The rules whose right answer is one number."""
-
-
 def rule_for_source(source: str, key: str = "task.reward") -> str:
     """Return the name of the rule for rows of this `data_source` when `key` names no reward.
 
@@ -109,6 +135,8 @@ def check_reference(rule: str, answer: Any, where: str) -> str:
         The place of the first test for code that a dishonest answer can pass; "" if there is none.
     """
     if rule == "code":
+        from rollout_server.rewards.code.cases import first_cheatable, read_cases
+
         try:
             return first_cheatable(read_cases(answer))
         except (ValueError, TypeError, SyntaxError) as error:
@@ -136,3 +164,189 @@ def _number(text: str) -> Decimal | None:
 @cache
 def _math_checker() -> MathChecker:
     return MathChecker()
+
+
+def as_text(answer: Any) -> str:
+    """Return a right answer as text; a float as people write it: 72 for 72.0, and 0.00001 for 1e-05."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return format(Decimal(str(float(answer) + 0.0)), ".0f" if answer.is_integer() else "f")  # -0.0 + 0.0 is 0.0
+    return str(answer).strip()
+
+
+def as_math(answer: Any) -> str:
+    """Return a right answer in a form that math-verify reads as people do.
+
+    It takes 3 1/2 for 2, 1 000 for 1 * 0, the e of 1e-5 for Euler's number, and 42. for no number.
+    """
+    text = _FULL_STOP.sub("", as_text(answer))
+    if _WITH_EXPONENT.fullmatch(text) and abs((number := Decimal(text)).adjusted()) < _MOST_DIGITS:
+        return format(number, "f")
+    if (mixed := _MIXED.fullmatch(text)) and int(mixed[3]) < int(mixed[4]):
+        return f"{mixed[1]}({mixed[2]}+{mixed[3]}/{mixed[4]})"
+    return re.sub(_SPACE, "", text) if _WITH_SPACES.fullmatch(text) else text
+
+
+def with_marked_math(text: str) -> str:
+    """Return a text with the form of `as_math` in place of the content of boxes, dollars or brackets."""
+    return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
+
+
+def final_answer(response: str) -> str:
+    """Return the last <answer> of a response, without one what follows its thoughts, and if nothing does all of it.
+
+    One that is empty, or only refers to a box before it or mentions the tag behind a box, is none.
+    """
+    after = response.rpartition("</think>")[2]
+    box = _BOX.search(after)
+    first_box = box.start() if box else len(after)
+    answers = [
+        found[1] for found in _ANSWER.finditer(after)
+        if found.start() < first_box or not (_refers(found[1]) if found[2] else _MENTIONED.match(found[1]))
+    ]  # fmt: skip
+    answers = [each for each in answers if each.strip()]
+    return next((each for each in (*answers[-1:], after, response) if each.strip()), "")
+
+
+def _refers(answer: str) -> bool:
+    """Return whether an <answer> only refers to a box, or is the `and` between two tags that are mentioned."""
+    words = set(re.findall(r"\w+|[$\\]", answer.lower()))
+    return words == {"and"} or (words <= _REFERRING and not words.isdisjoint(("above", "box", "boxed")))
+
+
+def after_replaced_boxes(text: str) -> str:
+    """Return what follows the last box that is parted by words from the one after it, as in `\\boxed{41}. Wait,
+    \\boxed{42}`; all of the text if there is none. `and`, `or` and names of one letter part no boxes.
+    """
+    starts = [found.end() for found in _BOX.finditer(text)]
+    for start, following in reversed(list(pairwise(starts))):
+        end, depth = start, 1
+        while depth and end < following:
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        between = _COMMAND.sub(" ", text[end:following])
+        if not depth and not {each.lower() for each in _WORD.findall(between)} <= {"and", "or"}:
+            return text[end:]
+    return text
+
+
+def only_boxes(text: str) -> str:
+    """Return a text of the same length that says nothing but its boxes: outside of them letters and digits are dots.
+
+    `$41$` or `the final answer is 41` is then no answer, nor is a box that was not closed. Separators stay: by them and
+    by the distances math-verify tells which boxes belong together.
+    """
+    open_braces: list[int] = []
+    ends: dict[int, int] = {}
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            open_braces.append(brace.end())
+        elif open_braces:
+            ends[open_braces.pop()] = brace.end()
+    parts: list[str] = []
+    end = 0
+    for box in _BOX.finditer(text):
+        if box.start() >= end and box.end() in ends:
+            parts += [_LETTERS.sub(_dots, text[end : box.start()]), text[box.start() : ends[box.end()]]]
+            end = ends[box.end()]
+    return "".join((*parts, _LETTERS.sub(_dots, text[end:])))
+
+
+def _dots(found: re.Match[str]) -> str:
+    return found[0] if found[0].lower() in _KEPT_WORDS else "." * len(found[0])
+
+
+def ends_with(response: str, answer: Any) -> bool:
+    """Return whether the last line of a response ends with a right answer, as it is written, and a full stop or none.
+    """
+    last = (response.strip().splitlines() or [""])[-1].rstrip(" .")
+    text = as_text(answer).rstrip(" .")
+    return re.search(rf"(?<![\w.,/+-])(?<!\d ){re.escape(text)}$", last) is not None
+
+
+def is_number(answer: Any) -> bool:
+    """Return whether a right answer is one finite number, or the text of one; commas may separate digits."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return False
+    try:
+        return Decimal(str(answer).replace(",", "")).is_finite()
+    except ArithmeticError:
+        return False
+
+
+def is_answer(answer: Any) -> bool:
+    """Return whether a right answer may be one that math-verify compares with: neither empty nor true, false, null, a
+    mapping or no finite number.
+    """
+    if answer is None or isinstance(answer, bool | dict) or (isinstance(answer, list) and not answer):
+        return False
+    return as_text(answer) != "" and (not isinstance(answer, float) or math.isfinite(answer))
+
+
+class MathChecker:
+    """A pool of math-verify processes that any thread may use. They start when needed and end with this process."""
+
+    def __init__(self) -> None:
+        self._num_children = num_children()
+        self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+        for _ in range(self._num_children):
+            self._idle.put(None)
+
+    def is_equal(self, response: str, gold: str) -> bool:
+        """Return whether the response's final answer equals `gold`, in LaTeX; False if that takes over CHECK_TIMEOUT_S.
+
+        Raises:
+            RewardError: math-verify can't run, its process hangs, or no process was idle within 300 s.
+        """
+        try:
+            child = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        except queue.Empty:
+            raise RewardError(
+                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {self._num_children} math-verify processes "
+                "to be idle"
+            ) from None
+        kept: subprocess.Popen[str] | None = None
+        try:
+            child = child or _start()
+            reply = _ask(child, {"gold": gold, "response": response, "timeout_s": CHECK_TIMEOUT_S})
+            if reply:
+                kept = child
+                return bool(json.loads(reply))
+            returncode = child.wait(ANSWER_TIMEOUT_S)  # the child has closed its output, so it is ending
+            if returncode == -signal.SIGALRM:
+                return False
+            raise RewardError(f"the math-verify process ended with code {returncode}: is math-verify installed?")
+        finally:
+            self._idle.put(kept)
+
+
+def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
+    """Send a request to a math-verify process and return its reply, `true` or `false`; "" if the process has ended.
+
+    RewardError: it did not answer within ANSWER_TIMEOUT_S, and was killed.
+    """
+    answers = cast(IO[str], child.stdout)
+    try:
+        print(json.dumps(request), file=child.stdin, flush=True)
+        if wait([answers.fileno()], ANSWER_TIMEOUT_S):
+            return answers.readline()
+    except BrokenPipeError:
+        return ""
+    child.kill()
+    raise RewardError(
+        f"the math-verify process {child.pid} did not answer for {ANSWER_TIMEOUT_S:.0f} s, nor end; it was killed"
+    )
+
+
+def _start() -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+RULES: dict[str, Rule] = {
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": partial(gsm8k, flexible=True),
+    "math_verify": math_verify,
+}
+"""The rules by their name in the configuration."""
+# A thread's wait for a free math-verify process would count against the time limit.
+GSM8K, GSM8K_FLEXIBLE, MATH_VERIFY = (Reward(function=rule, concurrency=num_children()) for rule in RULES.values())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, RewardError, first_error, shown
@@ -25,9 +25,10 @@ from rollout_server.episodes.user_code.time_limits import ForeignCode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict
-from rollout_server.rewards.reward_tasks import RewardTasks
-from rollout_server.rewards.reward_threads import RewardThreads, raised
-from rollout_server.rewards.verdict_cache import VerdictCache, verdict_key
+from rollout_server.rewards.reward_calls import RewardTasks, RewardThreads, raised
+
+if TYPE_CHECKING:
+    from rollout_server.rewards.verdict_cache import VerdictCache
 
 Waiting = Callable[[str, str, float], AbstractContextManager[None]]
 """Shows a wait in the worker's status; see WorkerStats.waiting."""
@@ -57,8 +58,11 @@ class Scoring:
     ) -> None:
         self._config = config
         self._waiting = waiting
-        has_cache = config.run_dir.is_dir() and any(each.reward.is_function_of_input for each in rewards)
-        self._cache = VerdictCache(config.run_dir) if has_cache else None
+        self._cache: VerdictCache | None = None
+        if config.run_dir.is_dir() and any(each.reward.is_function_of_input for each in rewards):
+            from rollout_server.rewards.verdict_cache import VerdictCache
+
+            self._cache = VerdictCache(config.run_dir)
         self._rewards = [_Scorer(config, each, self._cache) for each in rewards]
 
     async def score(self, question: Question, episodes: Sequence[Episode]) -> list[Verdict]:
@@ -223,7 +227,7 @@ class _Scorer:
             verdicts = list(map(read_verdict, results))
             self._count(verdicts, verdicts, began_s)
             return verdicts
-        keys = [verdict_key(self.named.identity, question, answer) or index.to_bytes(4) for index, answer in
+        keys = [self._cache.key(self.named.identity, question, answer) or index.to_bytes(4) for index, answer in
                 enumerate(answers)]  # fmt: skip
         is_plain = all(len(key) > 4 for key in keys)
         known = await asyncio.to_thread(self._cache.get, keys) if is_plain else {}

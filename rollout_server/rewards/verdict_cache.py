@@ -48,6 +48,20 @@ class VerdictCache:
         self._database: sqlite3.Connection | None = None
         self._is_broken = False
 
+    @staticmethod
+    def key(identity: bytes, question: Question, answer: str) -> bytes | None:
+        """Return the key of the verdict on an answer; None if a value of the question is not plain, as in JSON.
+
+        Args:
+            identity: of the reward, see `identity`.
+        """
+        fields = [question.messages, question.ground_truth, question.extra, question.source]
+        try:
+            asked = json.dumps(fields, sort_keys=True)
+        except (TypeError, ValueError):
+            return None
+        return _digest(identity.hex(), asked, answer)
+
     def get(self, keys: Sequence[bytes]) -> dict[bytes, RewardResult]:
         """Return the verdicts that are known, by key."""
         marks = ", ".join("?" * len(keys))
@@ -183,16 +197,6 @@ def _imported(name: str, place: str) -> ModuleType:
             f"the reward {place!r} needs the module {name!r} for the keys of its verdicts, which can't be imported: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def verdict_key(identity: bytes, question: Question, answer: str) -> bytes | None:
-    """Return the key of the verdict on an answer; None if a value of the question is not plain, as in JSON."""
-    fields = [question.messages, question.ground_truth, question.extra, question.source]
-    try:
-        asked = json.dumps(fields, sort_keys=True)
-    except (TypeError, ValueError):
-        return None
-    return _digest(identity.hex(), asked, answer)
 
 
 def _digest(*texts: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The worker's process. `worker.py` is its loop: admit, generate, score, send. `eval_worker.py` evaluates.
-`run_eval.py` evaluates without a training.
+"""The worker's process. `worker.py` is its loop: admit, generate, score, send. `scored_player.py` plays and evaluates.
+`eval_command.py` evaluates without a training.
 Run and tools may import it.
 """

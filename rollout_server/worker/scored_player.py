@@ -1,29 +1,40 @@
-"""Plays the episodes of requests with one engine, scores their answers, and logs both. It knows no buffer."""
+"""Plays prompts with one engine and scores the answers, for training and for the held-out evaluation.
+
+`ScoredPlayer.play` returns the scored episodes of a request. `Evaluation` plays the held-out prompts so and reduces
+their rewards to metrics. Neither knows the buffer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rl.base.config import Config
-from async_rl.base.errors import RewardError, WaitTimeoutError, raised_at
+import numpy as np
+
+from async_rl.base.config import Config, EvalConfig
+from async_rl.base.errors import RewardError, WaitTimeoutError, first_error, raised_at
 from async_rl.base.messages.reports import EvaluationDone
 from async_rl.base.telemetry.metrics import Metric
-from async_rl.base.types import Prompt
-from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply
-from rollout_server.engines.stop_texts import StopTexts
-from rollout_server.episodes.episode import ENDS, Episode, episode_metrics
+from async_rl.base.types import IntArray, Prompt
+from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply, StopTexts
+from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import open_player
 from rollout_server.rewards.base import NamedReward
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.tasks.base import Task
-from rollout_server.worker.run_eval import Evaluation
-from rollout_server.worker.worker_stats import WorkerStats
+from rollout_server.worker.worker_stats import EpisodeLog, WorkerStats
+
+_SEED_OFFSET = 2**32
+"""Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
+Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
+"""Plays the episodes of a request and returns them with their rewards; those that failed have no rows."""
+GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
+"""Returns the gold rewards of a prompt's episodes, which all have rows; None where there is no verdict."""
 
 
 class ScoredPlayer:
@@ -180,66 +191,226 @@ class ScoredPlayer:
             ) from None
 
 
-_log = logging.getLogger(__name__)
+class Evaluation:
+    """Answers the held-out prompts at eval.temperature and scores them, each time that `run` is called."""
 
+    def __init__(
+        self, config: Config, answer: Answer, task: Task, stats: WorkerStats, gold: GoldRewards | None = None
+    ) -> None:
+        self._config = config
+        self._answer = answer
+        self._task = task
+        self._stats = stats
+        self._gold = gold
+        self._numbers = itertools.count()  # of the prompts of all evaluations
 
-class EpisodeLog:
-    """Collects the metrics of a worker's episodes, and the first error of each kind as a line for the console."""
+    async def run(self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)) -> EvaluationDone:
+        """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
-    def __init__(self, worker: str, config: Config) -> None:
-        self._worker = worker
-        self._has_turns = config.task.has_turns
-        self._max_rows = config.rollout.max_rows
-        self._episodes: list[Mapping[str, float]] = []
-        """The metrics of each episode of several turns since the last call of `drain_metrics`."""
-        self._noted: set[str] = set()
-        """The kinds of errors that the console was told of."""
-        self._notes: list[str] = []
-        self.report_now = asyncio.Event()
-        """Set for lines that must not come after the end of a run that they explain."""
-
-    def add(self, episodes: Sequence[Episode], origin: str, *, are_trained: bool) -> None:
-        """Add the errors of episodes to the notes and, if they are to be trained on, their metrics to the next report.
+        eval.num_prompts prompts get eval.samples_per_prompt answers each. If the reward of one fails, all answers to
+        its prompt count as reward 0, and in `eval/failed`. An answer without a reward's verdict counts only in
+        `eval/no_verdict`.
 
         Args:
-            origin: the row of the data that the episodes belong to, in words.
-            are_trained: False for held-out and greedy episodes, which would change the means of the others.
+            version: the policy version that the engine serves.
+            beside_training: keep at most rollout.max_groups_in_flight prompts in flight, because all at once would
+                delay the groups that the learner waits for. With eval.pin_version the next push waits, so there is no
+                limit.
+            part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
+                reduced together, are the whole's metrics.
         """
-        for episode in episodes:
-            if self._has_turns and are_trained:
-                ends = {f"end_{end}": float(episode.end == end) for end in ENDS}
-                dropped_rows = max(0, len(episode.rows) - self._max_rows)
-                self._episodes.append(episode.metrics | ends | {"dropped_rows": dropped_rows})
-            if episode.error:
-                self._note_error(episode, origin, is_trained=are_trained)
+        config = self._config
+        is_limited = beside_training and not config.eval.pin_version
+        most = config.rollout.max_groups_in_flight if is_limited else max(1, config.eval.num_prompts)
+        places = asyncio.Semaphore(most)
+        with self._stats.evaluating():
+            held_out = await asyncio.to_thread(self._task.eval_prompts)
+            prompts = held_out[part[0] :: part[1]]
+            groups = await self._groups(prompts, places)
+            gold = await self._gold_metrics(prompts, groups)
+        if not prompts:
+            return EvaluationDone(version=version, spans=self._stats.drain_spans())
+        judged = [[each for each in group if each is None or each.has_verdict] for group in groups]
+        num_unjudged = sum(map(len, groups)) - sum(map(len, judged))
+        metrics = [Metric("eval/no_verdict", num_unjudged, "sum")] if num_unjudged else []
+        metrics += gold
+        if any(judged):
+            known = {prompt.source for prompt in held_out}
+            metrics += self._metrics(version, [prompt.source for prompt in prompts], judged, known)
+        return EvaluationDone(version=version, metrics=tuple(metrics), spans=self._stats.drain_spans())
 
-    def note(self, text: str) -> None:
-        """Send a line to the console now."""
-        self._notes.append(f"{self._worker}: {text}")
-        self.report_now.set()
+    def _metrics(
+        self, version: int, sources: Sequence[str], groups: Sequence[Sequence[Episode | None]], known: Collection[str]
+    ) -> Iterator[Metric]:
+        """Yield the metrics of the answers to each prompt, at least one; None is one whose reward failed.
 
-    def note_once(self, kind: str, text: str) -> bool:
-        """Add a line for the console to the next report and return True, unless one of its `kind` was added before."""
-        if kind in self._noted:
-            return False
-        self._noted.add(kind)
-        self._notes.append(f"{self._worker}: {text}")
-        return True
+        Args:
+            sources: the source of each prompt.
+            known: the sources of all held-out prompts, also of those that another part answers.
+        """
+        evaluation = self._config.eval
+        rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
+        answers = [reward for group in rewards for reward in group]
+        episodes = [episode for group in groups for episode in group if episode]
+        lengths = [sum(int(row.mask.sum()) for row in episode.rows) for episode in episodes if episode.rows]
+        rows = [row for episode in episodes for row in episode.rows]
+        scored = [reward for reward in answers if reward is not None]
+        yield from (
+            _mean("eval/accuracy", sum(map(evaluation.is_right, answers)), len(answers)),
+            _mean("eval/reward", sum(scored), len(answers)),
+            *reward_metrics(answers, evaluation),
+            *([_mean("eval/response_length", sum(lengths), len(lengths))] if lengths else []),
+            Metric("eval/failed", len(answers) - len(scored), "sum"),
+            Metric("eval/version", version, "last"),
+            *version_metrics([row.versions[row.mask] for row in rows]),
+            *at_k_metrics(rewards, evaluation),
+            *source_metrics(sources, rewards, known, evaluation),
+            *(Metric(f"eval/reward/{name}", value) for each in episodes for name, value in each.rewards.items()),
+        )
 
-    def drain_metrics(self) -> list[Metric]:
-        """Return the metrics of the episodes that were added since the last call."""
-        episodes, self._episodes = self._episodes, []
-        return list(episode_metrics(episodes))
+    async def _gold_metrics(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Episode | None]]
+    ) -> list[Metric]:
+        """Return the moments of the gold rewards of held-out answers, and of their rewards, for the watcher.
 
-    def drain_notes(self) -> tuple[str, ...]:
-        notes, self._notes = tuple(self._notes), []
-        return notes
+        Answers whose gold reward failed or gave no verdict are in no moment, but counted. With a reward model in place
+        of the task's rewards these are the gold ones; the model is in the learner, so that the rewards that are trained
+        on are not known here.
+        """
+        model = self._config.reward_model
+        answered = [[episode for episode in group if episode and episode.rows] for group in groups]
+        if self._gold is None:
+            rule = [episode.reward for group in answered for episode in group]
+            return list(_gold_moments(rule, [])) if model.leaves_task_out else []
+        gold = await asyncio.gather(*(self._gold_of(*each) for each in zip(prompts, answered, strict=True)))
+        failed = sum(len(group) for group, found in zip(answered, gold, strict=True) if found is None)
+        found = [
+            (reward, episode.reward)
+            for group, rewards in zip(answered, gold, strict=True)
+            if rewards is not None
+            for episode, reward in zip(group, rewards, strict=True)
+        ]
+        pairs = [(reward, proxy) for reward, proxy in found if reward is not None]
+        counts = {"eval/gold_failed": failed, "eval/gold_no_verdict": len(found) - len(pairs)}
+        counted = [Metric(key, float(count), "sum") for key, count in counts.items() if count]
+        proxies = [] if model.path else [proxy for _, proxy in pairs]
+        return [*_gold_moments([reward for reward, _ in pairs], proxies), *counted]
 
-    def _note_error(self, episode: Episode, origin: str, *, is_trained: bool) -> None:
-        which = "an episode" if is_trained else "a held-out or greedy episode"
-        said = f"{which} ended with `{episode.end}`: {episode.error} (on {origin})"
-        rest = f"only counted, in episode/end_{episode.end}" if is_trained else "not shown"
-        reward = " Its reward is 0." if episode.end == "error" else ""
-        is_new = self.note_once(episode.error_kind, f"{said}.{reward} Further ones of this kind are {rest}")
-        if is_new and episode.traceback:
-            _log.warning("%s\n%s", said, episode.traceback)
+    async def _gold_of(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None] | None:
+        """Return the gold rewards of a prompt's episodes; None: the reward failed."""
+        assert self._gold is not None
+        try:
+            return await self._gold(prompt, episodes) if episodes else []
+        except RewardError:
+            return None
+
+    async def _groups(
+        self, prompts: Sequence[Prompt], places: asyncio.Semaphore
+    ) -> list[Sequence[Episode | None]]:
+        """Return the episodes of each prompt. The first error ends those that are still played."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(self._group(prompt, places)) for prompt in prompts]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return [group.result() for group in groups]
+
+    async def _group(
+        self, prompt: Prompt, places: asyncio.Semaphore
+    ) -> Sequence[Episode | None]:
+        """Return the eval.samples_per_prompt episodes of a prompt with their rewards, or as many None if a reward
+        failed."""
+        rollout, evaluation = self._config.rollout, self._config.eval
+        temperature, top_p = evaluation.sampling(rollout)
+        request = GenerationRequest(
+            purpose=Purpose.EVALUATION, group_id=next(self._numbers), prompt=prompt, start_version=0,
+            seed=self._config.run.seed + _SEED_OFFSET, n=evaluation.samples_per_prompt,
+            max_tokens=rollout.max_response_tokens, temperature=temperature, top_p=top_p,
+        )
+        try:
+            async with places:
+                return await self._answer(request if temperature else request.greedy())
+        except RewardError:
+            return [None] * request.n
+
+
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k from n = `samples` answers, c = `correct` of them right.
+
+    pass@k is the chance that k answers drawn without replacement hold a right one: 1 - C(n - c, k) / C(n, k).
+    Source: Chen et al. 2021, arXiv 2107.03374, section 2.1.
+    """
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
+    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples_per_prompt
+    is 1.
+
+    A prompt counts for pass@k if it has at least k answers.
+    """
+    if evaluation.samples_per_prompt == 1:
+        return
+    correct = [(sum(map(evaluation.is_right, group)), len(group)) for group in rewards]
+    right, asked = map(sum, zip(*correct, strict=True))
+    yield _mean(f"eval/avg_at_{evaluation.samples_per_prompt}", right, asked)
+    for k in evaluation.pass_at:
+        if chances := [pass_at_k(c, n, k) for c, n in correct if n >= k]:
+            yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))
+
+
+def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Metric]:
+    """Yield the moments of gold rewards and, if these are known, of the rewards that the same answers are trained by.
+    """
+    if not gold:
+        return
+    moments = {"gold": gold, "gold_squared": [each * each for each in gold]}
+    if proxy:
+        products = [a * b for a, b in zip(gold, proxy, strict=True)]
+        moments |= {"proxy": proxy, "proxy_squared": [each * each for each in proxy], "gold_times_proxy": products}
+    for name, values in moments.items():
+        yield _mean(f"eval/{name}", sum(values), len(values))
+    yield Metric("eval/gold_labels", float(len(gold)), "sum")
+
+
+def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:
+    """Yield the mean reward of the right and of the wrong answers, which say why accuracy and mean reward differ.
+
+    An answer whose reward failed is wrong, with reward 0.
+    """
+    for key, wanted in (("eval/reward_of_right", True), ("eval/reward_of_wrong", False)):
+        found = [reward or 0.0 for reward in answers if evaluation.is_right(reward) is wanted]
+        if found:
+            yield _mean(key, sum(found), len(found))
+
+
+def source_metrics(
+    sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
+) -> Iterator[Metric]:
+    """Yield the share of right answers to the prompts of each source, and their mean reward, if the held-out prompts
+    have several sources.
+
+    Args:
+        sources: the source of each prompt that has `rewards`.
+        known: the sources of all held-out prompts.
+    """
+    for source in sorted(set(sources)) if len(known) > 1 else ():
+        found = [reward for each, group in zip(sources, rewards, strict=True) if each == source for reward in group]
+        if not found:
+            continue
+        yield _mean(f"eval/accuracy/{source}", sum(map(evaluation.is_right, found)), len(found))
+        yield _mean(f"eval/reward_on/{source}", sum(reward or 0.0 for reward in found), len(found))
+
+
+def _mean(key: str, total: float, count: int) -> Metric:
+    """Return the mean of `count` values, weighted by their number, so that several parts reduce to the whole's mean.
+    """
+    return Metric(key, total / count, weight=count)
+
+
+def version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
+    """Yield the oldest and newest version of the answers' tokens: they differ if weights changed meanwhile."""
+    if versions:
+        tokens = np.concatenate(versions)
+        yield Metric("eval/oldest_version", float(tokens.min()), "min")
+        yield Metric("eval/newest_version", float(tokens.max()), "max")

@@ -1,16 +1,37 @@
-"""Statistics of one rollout worker: its timeline, its status, and how long its groups take by load."""
+"""The statistics and messages of one rollout worker.
+
+    WorkerStats   its timeline, its status, and how long its groups take
+    EpisodeLog    the metrics of its episodes, and the first error of each kind for the console
+    FlatRewards   a warning about groups whose answers all get the same reward
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import math
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from async_rl.base.config import Config
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span, State, Timeline
+from async_rl.base.types import Prompt
+from rollout_server.episodes.episode import ENDS, End, Episode, episode_metrics
+
+_log = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS = 300
+MIXED_WARNING_GROUPS = 256
+"""The fewest groups in a row with one reward each that are worth a warning, if these rewards differ between groups."""
+_KEPT_GROUPS = 16
+"""The warning describes the answers of so many newest groups."""
+_TROUBLES: dict[End, str] = {"timeout": "ran out of time", "error": "ended with an error of the agent"}
+"""The ends of an episode, in words, whose reward does not come from its last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +163,153 @@ class WorkerStats:
         idle: State = self._evaluating if self._num_evaluations else "wait_weights"
         self._timeline.add("busy" if self.in_flight else idle, self._span_start_s, now_s)
         self._span_start_s = now_s
+
+
+class EpisodeLog:
+    """Collects the metrics of a worker's episodes, and the first error of each kind as a line for the console."""
+
+    def __init__(self, worker: str, config: Config) -> None:
+        self._worker = worker
+        self._has_turns = config.task.has_turns
+        self._max_rows = config.rollout.max_rows
+        self._episodes: list[Mapping[str, float]] = []
+        """The metrics of each episode of several turns since the last call of `drain_metrics`."""
+        self._noted: set[str] = set()
+        """The kinds of errors that the console was told of."""
+        self._notes: list[str] = []
+        self.report_now = asyncio.Event()
+        """Set for lines that must not come after the end of a run that they explain."""
+
+    def add(self, episodes: Sequence[Episode], origin: str, *, are_trained: bool) -> None:
+        """Add the errors of episodes to the notes and, if they are to be trained on, their metrics to the next report.
+
+        Args:
+            origin: the row of the data that the episodes belong to, in words.
+            are_trained: False for held-out and greedy episodes, which would change the means of the others.
+        """
+        for episode in episodes:
+            if self._has_turns and are_trained:
+                ends = {f"end_{end}": float(episode.end == end) for end in ENDS}
+                dropped_rows = max(0, len(episode.rows) - self._max_rows)
+                self._episodes.append(episode.metrics | ends | {"dropped_rows": dropped_rows})
+            if episode.error:
+                self._note_error(episode, origin, is_trained=are_trained)
+
+    def note(self, text: str) -> None:
+        """Send a line to the console now."""
+        self._notes.append(f"{self._worker}: {text}")
+        self.report_now.set()
+
+    def note_once(self, kind: str, text: str) -> bool:
+        """Add a line for the console to the next report and return True, unless one of its `kind` was added before."""
+        if kind in self._noted:
+            return False
+        self._noted.add(kind)
+        self._notes.append(f"{self._worker}: {text}")
+        return True
+
+    def drain_metrics(self) -> list[Metric]:
+        """Return the metrics of the episodes that were added since the last call."""
+        episodes, self._episodes = self._episodes, []
+        return list(episode_metrics(episodes))
+
+    def drain_notes(self) -> tuple[str, ...]:
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def _note_error(self, episode: Episode, origin: str, *, is_trained: bool) -> None:
+        which = "an episode" if is_trained else "a held-out or greedy episode"
+        said = f"{which} ended with `{episode.end}`: {episode.error} (on {origin})"
+        rest = f"only counted, in episode/end_{episode.end}" if is_trained else "not shown"
+        reward = " Its reward is 0." if episode.end == "error" else ""
+        is_new = self.note_once(episode.error_kind, f"{said}.{reward} Further ones of this kind are {rest}")
+        if is_new and episode.traceback:
+            _log.warning("%s\n%s", said, episode.traceback)
+
+
+class FlatRewards:
+    """Keeps the newest flat groups, for a warning that a worker logs.
+
+    The buffer counts them, because it sees the groups of all workers.
+
+    Args:
+        limit: the number of groups in a row with the same reward after which `add` returns the warning.
+        has_answer: whether the reward can read an answer from a response, or None if that is not known.
+        ends_after: the number of groups in a row with the same reward after which the run ends, as the buffer drops
+            them; 0: it does not. If it does, `add` also warns of many that have one reward each, for which the learner
+            waits in vain.
+    """
+
+    def __init__(
+        self, limit: int, has_answer: Callable[[Prompt, str], bool | None], ends_after: int = 0
+    ) -> None:
+        self._limit = limit
+        self._ends_after = ends_after
+        self._mixed_limit = max(MIXED_WARNING_GROUPS, limit) if ends_after else math.inf
+        """The number of groups in a row with one reward each after which the next warning comes. It doubles with each
+        warning, so that it is not repeated for a task where few prompts have a difference."""
+        self._has_answer = has_answer
+        self._count = 0
+        """The buffer's count of groups with the same reward after the last group with one reward."""
+        self._groups: deque[tuple[Prompt, Sequence[Episode]]] = deque(maxlen=_KEPT_GROUPS)
+        self.has_only_errors = True
+        """Whether all episodes so far have ended with an error of the agent: the code is more likely wrong than the
+        model."""
+
+    def add(self, prompt: Prompt, episodes: Sequence[Episode], counts: tuple[int, int]) -> str:
+        """Keep a group that was delivered; return the warning if with it the buffer's count reaches a limit, else "".
+
+        Args:
+            counts: two counts of groups in a row, of all workers: groups whose answers all had the same reward, for
+                example only zeros, and groups with one reward each, whichever it was.
+        """
+        count, in_row = counts
+        episodes = [episode for episode in episodes if episode.rows]
+        self.has_only_errors &= all(episode.end == "error" for episode in episodes)
+        self._groups.append((prompt, episodes))
+        if len({episode.reward for episode in episodes}) > 1:
+            return ""
+        has_reached = self._count < self._limit <= count
+        self._count = count
+        if has_reached:
+            return self._warning(episodes[0].reward)
+        if count < in_row >= self._mixed_limit:
+            self._mixed_limit = 2 * in_row
+            return self._mixed_warning(in_row)
+        return ""
+
+    def _mixed_warning(self, in_row: int) -> str:
+        flat = [{episode.reward for episode in episodes} for _, episodes in self._groups]
+        newest = ", ".join(f"{reward:g}" for rewards in flat if len(rewards) == 1 for reward in rewards)
+        return (
+            f"{in_row} groups in a row had one reward for all of their answers, though not each the same, and were "
+            f"dropped (algorithm.filter_zero_variance). The newest had {newest}. The learner waits for groups whose "
+            "answers differ in reward: more do with a larger rollout.group_size, a higher rollout.temperature or "
+            "another data set"
+        )
+
+    def _warning(self, reward: float) -> str:
+        groups = [group for group in self._groups if all(episode.reward == reward for episode in group[1])]
+        answers = [(prompt, episode) for prompt, group in groups[-self._limit :] for episode in group]
+        cut = sum(episode.rows[-1].finish_reason == "length" for _, episode in answers)
+        found = [self._has_answer(prompt, episode.answer) for prompt, episode in answers]
+        parts = [f"{cut / len(answers):.0%} were cut off by a limit on tokens (rollout.max_response_tokens) or turns"]
+        in_trouble = [episode for _, episode in answers if episode.end in _TROUBLES]
+        for end, words in _TROUBLES.items():
+            if number := sum(episode.end == end for episode in in_trouble):
+                parts.append(f"{number / len(answers):.0%} {words} (episode/end_{end})")
+        if None not in found:
+            parts.append(f"in {found.count(False) / len(answers):.0%} the reward found no answer")
+        if 2 * len(in_trouble) > len(answers):
+            newest = f"The newest of those ended so: {in_trouble[-1].error}"
+        else:
+            answer = next(episode.answer for _, episode in reversed(answers) if episode.end not in _TROUBLES)
+            newest = f"The newest one ends: {answer[-SHOWN_CHARACTERS:]!r}"
+        goes_on = self._ends_after and not self.has_only_errors
+        until = f" The run goes on, and ends after {self._ends_after} in a row." if goes_on else ""
+        *others, last = parts
+        told = f"{', '.join(others)}, and {last}" if others else last
+        return (
+            f"{self._limit} groups in a row had the same reward, {reward:g}, for every answer: they have nothing to "
+            f"teach.{until} Of their last {len(answers)} answers {told}. {newest}"
+        )

@@ -9,7 +9,7 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes.resources import host_demands
-from rollout_server.engines.sglang.chat_server import chat_server_flags
+from rollout_server.engines.sglang.launch import chat_server_flags
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")
 JUDGE = ("judge.path=j", "placement.judge.servers=2")

@@ -26,7 +26,7 @@ from async_rl.base.seams import ENGINES
 from async_rl.run.before_start.preflight import check_inputs
 from async_rl.tools.doctor import host as doctor
 from async_rl.tools.doctor.host import Check, examine, print_table
-from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap
+from rollout_server.rewards.code.sandbox import Bubblewrap
 from tests.kit.configs import make_config
 from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model

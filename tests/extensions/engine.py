@@ -9,7 +9,7 @@ from async_rl.base.config.section import section
 from async_rl.base.seams import EngineEntry
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.http_admin import SGLangAdmin
 
 
 @section("rollout.params")

@@ -9,7 +9,7 @@ from async_rl.base.config import TaskConfig
 from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode
-from rollout_server.worker.scored_player import EpisodeLog
+from rollout_server.worker.worker_stats import EpisodeLog
 from tests.kit.configs import make_config
 from tests.kit.episodes.scripted_env import MORE, Scripted, played
 

@@ -10,7 +10,7 @@ import pytest
 from async_rl.base.types import Prompt
 from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.episode import Episode
-from rollout_server.worker.flat_rewards import MIXED_WARNING_GROUPS, FlatRewards
+from rollout_server.worker.worker_stats import MIXED_WARNING_GROUPS, FlatRewards
 
 PROMPT = Prompt(index=0, tokens=np.array([5]), text="", question="")
 

@@ -21,7 +21,7 @@ from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.episode import Episode
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.run_eval import (
+from rollout_server.worker.scored_player import (
     Evaluation,
     GoldRewards,
     at_k_metrics,

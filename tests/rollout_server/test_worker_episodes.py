@@ -20,8 +20,9 @@ from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import EpisodeLog, ScoredPlayer
+from rollout_server.worker.scored_player import ScoredPlayer
 from rollout_server.worker.worker import Worker
+from rollout_server.worker.worker_stats import EpisodeLog
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow

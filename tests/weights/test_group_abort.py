@@ -17,7 +17,7 @@ from async_rl.base.network import open_store
 from async_rl.base.weights import broadcast
 from async_rl.base.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
 from async_rl.base.weights.members import LOST_WITHIN_S, PROBES
-from rollout_server.engines.sglang import admin as sglang_admin
+from rollout_server.engines import http_admin
 from rollout_server.engines.vllm import admin as vllm_admin
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
@@ -107,7 +107,7 @@ def test_torchs_limit_leaves_the_learner_time_to_find_dead_servers_and_to_abort(
     """At the limit of the group NCCL ends the process of the learner."""
     config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
     publisher_for(config, [url_of(ListeningServer())], open_gloo).connect()
-    longest_probe_s = max(sglang_admin.PROBE.seconds, vllm_admin.PROBE.seconds)
+    longest_probe_s = max(http_admin.PROBE.seconds, vllm_admin.PROBE.seconds)
     search_s = LOST_WITHIN_S + PROBES * longest_probe_s
     assert limits == [pytest.approx(CONFIG.timeouts.push_s + 60.0)]
     assert limits[0] - CONFIG.timeouts.push_s > 3 * search_s
@@ -134,10 +134,10 @@ import_stubs.install()
 from types import SimpleNamespace
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 WeightUpdater.init_weights_update_group = lambda *_: (True, "joined")
-from rollout_server.engines.sglang import weight_updates
+from rollout_server.engines.sglang import server_changes
 from tests.weights.test_group_abort import GROUP, HungGroup
 
-weight_updates.install()
+server_changes.install()
 hung = HungGroup()
 updater = SimpleNamespace(
     _model_update_group={GROUP: hung}, tp_rank=0, device="cpu", gpu_id=0, get_model=lambda: None

@@ -122,7 +122,7 @@ class TransportEntry:
 ENGINES: dict[str, EngineEntry] = {
     "sglang": EngineEntry(
         open="rollout_server.engines.sglang.engine:SGLangEngine",
-        open_admin="rollout_server.engines.sglang.staging_admin:StagingSGLangAdmin",
+        open_admin="rollout_server.engines.sglang.admin:StagingSGLangAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
@@ -137,8 +137,8 @@ ENGINES: dict[str, EngineEntry] = {
         ),
         parses_tool_calls=True,
         packages=("sglang",),
-        open_chat="rollout_server.engines.sglang.chat_server:open_chat_server",
-        refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
+        open_chat="rollout_server.engines.sglang.launch:open_chat_server",
+        refuses_model="rollout_server.engines.sglang.launch:why_refused",
     ),
     "vllm": EngineEntry(
         open="rollout_server.engines.vllm.engine:VLLMEngine",
@@ -156,11 +156,11 @@ ENGINES: dict[str, EngineEntry] = {
         ),
         packages=("vllm",),
         python=".venv-vllm/bin/python",
-        refuses_model="rollout_server.engines.vllm.refusals:refuse_run",
+        refuses_model="rollout_server.engines.vllm.engine:refuse_run",
     ),
     "hf": EngineEntry(
         open="rollout_server.engines.hf.engine:HFEngine",
-        open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
+        open_admin="rollout_server.engines.http_admin:SGLangAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "folder"),
         staging=("device",),

@@ -18,7 +18,7 @@ UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
     """Return the plan for `gpus` GPUs of `num_bytes` on all hosts together; with 0 for a host with `num_bytes`."""
     from learner.memory.plan import MemoryPlan
-    from rollout_server.engines.kv_cache import kv_token_bytes
+    from rollout_server.engines.base import kv_token_bytes
 
     return MemoryPlan(config, gpus_per_rank(config, gpus) if gpus else 0.0, num_bytes, kv_token_bytes)
 

@@ -311,7 +311,7 @@ def _try_reward(named: NamedReward, name: str, task: Task) -> None:
     """
     from rollout_server.rewards.base import is_async
     from rollout_server.rewards.contract import read_verdict
-    from rollout_server.rewards.reward_threads import RewardThreads
+    from rollout_server.rewards.reward_calls import RewardThreads
 
     function = named.reward.function
     if function is None or named.reward.of != "answer" or is_async(function):

@@ -35,8 +35,8 @@ from buffer.protocol.keys import drop_client_keys
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
-    from rollout_server.worker.eval_worker import EvalWorker
     from rollout_server.worker.scored_player import ScoredPlayer
+    from rollout_server.worker.worker import EvalWorker
 
 
 class BufferActor:
@@ -180,7 +180,7 @@ class EvalActor(RolloutActor):
     """The process of an evaluation server, which never asks the buffer for slots."""
 
     def _open_worker(self, buffer_address: str) -> EvalWorker:
-        from rollout_server.worker.eval_worker import EvalWorker
+        from rollout_server.worker.worker import EvalWorker
 
         return EvalWorker(self._config, self._open_player())
 

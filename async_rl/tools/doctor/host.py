@@ -32,7 +32,7 @@ from async_rl.base.seams import ENGINES, EngineEntry
 from async_rl.base.seams.doc_pages import doc_page
 from async_rl.run.before_start.preflight import PreflightCheck, input_checks
 from async_rl.run.processes.gpu_driver import check_gpu_driver
-from rollout_server.rewards.sandbox.bubblewrap import THREE_WAYS, Bubblewrap
+from rollout_server.rewards.code.sandbox import THREE_WAYS, Bubblewrap
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20

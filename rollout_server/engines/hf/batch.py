@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from rollout_server.engines.base import GenerationRequest, SampledReply
-from rollout_server.engines.stop_texts import StopTexts
+from rollout_server.engines.base import GenerationRequest, SampledReply, StopTexts
 
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""

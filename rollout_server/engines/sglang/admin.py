@@ -1,183 +1,82 @@
-"""The client of an SGLang server's HTTP endpoints for administration: pauses, weight updates, scores.
+"""The `ServerAdmin` of an SGLang server that may receive weights while it generates (weight_sync.double_buffer).
 
-The hf engine serves the endpoints that weight pushes need, so this client administers it too.
+SGLang's endpoints for weights wait until no request runs, unless the server is paused. So buckets are announced through
+the store of the push's group, to threads of the server's ranks, and only the swap is a request.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import base64
+import pickle
+from typing import TYPE_CHECKING
 
-from async_rl.base.config import Config, Limit
-from async_rl.base.errors import WaitTimeoutError, WeightSyncError
-from async_rl.base.network import authorization
-from rollout_server.engines.http_json import ask
+from async_rl.base.config import Config
+from rollout_server.engines.http_admin import SGLangAdmin, update_fields
 
 if TYPE_CHECKING:
+    from async_rl.base.weights.broadcast import BucketAnnouncer
     from async_rl.base.weights.server_admin import Bucket
 
-ERASE, UNLOADED, SUMS = "erase", "unloaded", "sums"
-"""Actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
-PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
-"""SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
-PROBE = Limit(3.0, "of a probe")
-FLUSH_S = 30
-"""The time that SGLang waits for aborted requests to end before it flushes its cache."""
-RELEASED = ("weights", "kv_cache")
-"""The memory that a server releases. To release CUDA graphs SGLang would need other graphs than its default ones."""
+BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
+"""The environment variable of a server with the folder of the model with which it starts."""
+SWAP = "rollout_server.engines.sglang.staged_weights.swap"
+"""The custom weight loader of the server that puts staged weights in use."""
+_NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
+"""An empty list of tensors, in SGLang's form."""
 
 
-class SGLangAdmin:
-    """The `ServerAdmin` of an SGLang server: one method per HTTP request, which waits for the response."""
+class StagingSGLangAdmin(SGLangAdmin):
+    """An SGLangAdmin that, with weight_sync.double_buffer, sends buckets beside generation and swaps in the pause."""
 
     def __init__(self, config: Config, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._headers = authorization(config.network)
-        self._push_limit = config.timeouts.limit("push_s")
-        self._released: tuple[str, ...] = ()
+        super().__init__(config, url)
+        self._place = config.weight_sync.double_buffer
+        self._tp = config.placement.rollout.tp
+        self._announcer: BucketAnnouncer | None = None
+        self._is_first = True
+        self._staged_version: int | None = None
+        """The version that the server holds beside the one in use; None: its last bucket is missing."""
+        self._in_session = False
 
-    def is_ready(self) -> bool:
-        return self._answers("/model_info")  # SGLang's /ready answers 503 while the server is paused
-
-    def has_started(self) -> bool:
-        """Return whether the server takes requests, which it does once it has warmed up, unless it is paused."""
-        return self._answers("/ready")
-
-    def _answers(self, path: str) -> bool:
-        with suppress(WeightSyncError, WaitTimeoutError):
-            self.ask("GET", path, limit=PROBE)
-            return True
-        return False
-
-    def serves_model(self, name: str) -> bool:
-        """Return whether the server was started with `--served-model-name name`."""
-        return name in str(self.ask("GET", "/v1/models"))
-
-    def server_info(self) -> dict[str, Any]:
-        """Return the arguments that the server was started with, and its state."""
-        return dict(self.ask("GET", "/server_info"))
-
-    def served_version(self) -> str:
-        return str(self.ask("GET", "/model_info").get("weight_version"))
-
-    def freeze_garbage_collection(self) -> None:
-        """Make the server's garbage collector skip all objects that exist now, because checking them takes 0.3 s."""
-        self.ask("POST", "/freeze_gc")
-
-    def pause(self, on_update: str) -> None:
-        """Pause generation as weight_sync.on_update says. All policies but `in_place` drop the KV and the prefix cache.
-
-        While requests are paused in place, a server refuses to flush, and dies if the update asks for a flush.
-        """
-        mode = PAUSE_MODES[on_update]
-        self.ask("POST", "/pause_generation", {"mode": mode})
-        if mode == "retract":
-            self.ask("POST", "/flush_cache", {})
-        elif mode == "abort":  # an aborted request may take a moment to end
-            self.flush_when_idle()
-
-    def flush_when_idle(self) -> None:
-        """Make the server empty its prefix cache once no request is running.
-
-        Raises:
-            WeightSyncError: a request was still running after FLUSH_S.
-        """
-        self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
-
-    def abort_all(self) -> None:
-        """End all requests that the server is answering; each gets the tokens sampled so far as its response."""
-        self.ask("POST", "/abort_request", {"abort_all": True})
-
-    def resume(self) -> None:
-        self.ask("POST", "/continue_generation", {})
-
-    def begin_update(self) -> None:
-        self.ask("POST", "/begin_weight_update", {})
-
-    def end_update(self) -> None:
-        self.ask("POST", "/end_weight_update", {})
+    @property
+    def _stages(self) -> bool:
+        return self._place != "none"
 
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        body = {
-            "master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world_size,
-            "group_name": name, "backend": backend,
-        }
-        self.ask("POST", "/init_weights_update_group", body)
+        super().join_group(
+            name=name, host=host, port=port, first_rank=first_rank, world_size=world_size, backend=backend
+        )
+        if self._stages:
+            from async_rl.base.weights.broadcast import BucketAnnouncer
+
+            self._announcer = BucketAnnouncer(host, port, name, range(first_rank, first_rank + self._tp))
+
+    def begin_update(self) -> None:
+        if not self._stages:
+            super().begin_update()
+        self._is_first, self._staged_version = True, None
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
-        layout = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group_name}
-        body = {"load_format": "flattened_bucket", **update_fields(version)}
-        self.ask("POST", "/update_weights_from_distributed", layout | body)
+        if not self._stages:
+            super().receive_bucket(bucket, version, group_name)
+            return
+        assert self._announcer is not None
+        self._announcer.announce(bucket, self._place, self._is_first, self._push_limit, self.is_ready)
+        self._is_first, self._staged_version = False, version
 
-    def leave_group(self, name: str) -> None:
-        self.ask("POST", "/destroy_weights_update_group", {"group_name": name})
-
-    def map_bucket(self, bucket: Bucket, version: int | None) -> None:
-        from rollout_server.engines.sglang.share_bucket import share_bucket
-
-        tensors = [share_bucket(bucket)]  # shared anew for each server, because torch counts who maps the memory
-        body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **update_fields(version)}
-        self.ask("POST", "/update_weights_from_tensor", body)
-
-    def note_mapped(self, version: int) -> None:
-        """Do nothing: the server itself knows the version that came with the last weights."""
-
-    def load_folder(self, folder: Path, version: int | None) -> None:
-        self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **update_fields(version)})
-
-    def release_memory(self) -> None:
-        self.ask("POST", "/pause_generation", {"mode": "retract"})
-        self.ask("POST", "/release_memory_occupation", {"tags": RELEASED})
-        self._released = RELEASED
-
-    def resume_memory(self, part: str) -> None:
-        if part in self._released:  # a server dies if it is asked to resume memory that it has not released
-            self.ask("POST", "/resume_memory_occupation", {"tags": [part]})
-            self._released = tuple(tag for tag in self._released if tag != part)
-
-    def erase_weights(self) -> None:
-        self.ask("POST", "/weights_checker", {"action": ERASE})
-
-    def unloaded_weights(self) -> list[str]:
-        ranks = self.ask("POST", "/weights_checker", {"action": UNLOADED})["ranks"]
-        return sorted({name for rank in ranks for name in rank["checksums"]})
-
-    def weight_sums(self) -> dict[str, str]:
-        """Return {name as the server has it: checksum of the bits (async_rl/base/weights/parcels.py)} of each weight.
-
-        Of a server that spans several GPUs these are the weights of its first rank.
-        """
-        sums: dict[str, str] = self.ask("POST", "/weights_checker", {"action": SUMS})["ranks"][0]["checksums"]
-        return sums
-
-    def score_tokens(self, tokens: Sequence[int]) -> list[float]:
-        body = {
-            "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True, "logprob_start_len": 0,
-            "extra_key": f"score-{time.time_ns()}",  # a new key, so that no KV of older weights is reused
-            "priority": -1,  # before all replies that wait: their priorities are versions
-        }
-        response = self.ask("POST", "/generate", body)
-        return [entry[0] for entry in response["meta_info"]["input_token_logprobs"]][1:]
-
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send a request, wait for the response (by default timeouts.push_s), and return its JSON, {} if it has none.
-
-        Raises:
-            WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
-            WaitTimeoutError: the server did not answer in time.
-        """
-        reply = ask(self.url, method, path, self._headers, limit or self._push_limit, body)
-        if isinstance(reply, dict) and reply.get("success") is False:
-            raise WeightSyncError(f"the SGLang server refused {self.url}{path}: {reply.get('message', '')[:300]}")
-        return reply
-
-
-def update_fields(version: int | None) -> dict[str, Any]:
-    """Return the fields that each request with weights has: do not flush the cache and, if given, the new version."""
-    return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})
+    def end_update(self) -> None:
+        """Swap the weights. If the last of them have not come, the push has failed: those in use stay."""
+        if not self._stages:
+            super().end_update()
+            return
+        version, self._staged_version = self._staged_version, None
+        if version is not None:
+            super().begin_update()
+            self._in_session = True
+            tensors = {"serialized_named_tensors": [_NO_TENSORS] * self._tp, "load_format": SWAP}
+            self.ask("POST", "/update_weights_from_tensor", tensors | update_fields(version))
+        if self._in_session:  # otherwise the request would wait until the server is idle
+            super().end_update()
+            self._in_session = False

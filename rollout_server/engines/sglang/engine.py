@@ -22,10 +22,9 @@ from async_rl.base.config.check import check
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from rollout_server.engines.base import GenerationRequest, Load
-from rollout_server.engines.http_engine import HttpEngine, cache_key
-from rollout_server.engines.open_reply import OpenReply
-from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.sglang_process import server_flags, sglang_process
+from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key
+from rollout_server.engines.sglang.launch import server_flags, sglang_process
 
 
 class SGLangEngine(HttpEngine):

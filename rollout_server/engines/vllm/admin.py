@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.network import authorization
-from rollout_server.engines.http_json import ask
+from rollout_server.engines.http_admin import ask
 
 if TYPE_CHECKING:
     from async_rl.base.weights.server_admin import Bucket

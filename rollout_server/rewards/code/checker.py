@@ -24,10 +24,16 @@ from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.cores import usable_cores
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import Case, read_cases
+from rollout_server.rewards.code.sandbox import (
+    MARGIN_S,
+    SERVICE_MARGIN_S,
+    Bubblewrap,
+    RunLimits,
+    RunProgram,
+    SandboxDiedError,
+    Service,
+)
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.rewards.sandbox import service
-from rollout_server.rewards.sandbox.bubblewrap import MARGIN_S, Bubblewrap, RunLimits, RunProgram, SandboxDiedError
-from rollout_server.rewards.sandbox.service import Service
 
 _STARRED = ("typing", "collections", "functools", "heapq", "itertools", "bisect", "math")
 _MODULES = (*_STARRED[1:], "datetime", "json", "operator", "random", "re", "string", "sys")
@@ -212,7 +218,7 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
     Raises:
         ConfigError: one of the two is not so.
     """
-    margin_s = service.MARGIN_S if config.task.sandbox.url else MARGIN_S
+    margin_s = SERVICE_MARGIN_S if config.task.sandbox.url else MARGIN_S
     needed_s, why = settings.answer_s + margin_s, "Else a slow program would cost its whole group the reward."
     if key.startswith("task.rewards"):
         check(
@@ -231,7 +237,7 @@ def describe_code(config: Config, settings: CodeSettings) -> str:
 
 CODE = Reward(
     open=open_code, settings=CodeSettings, is_function_of_input=True, inputs=lambda config: str(config.task.sandbox),
-    modules=("rollout_server.rewards.code", "rollout_server.rewards.sandbox"), concurrency=max(2, usable_cores()),
+    modules=("rollout_server.rewards.code",), concurrency=max(2, usable_cores()),
     check=check_code, describe=describe_code,
 )
 """The reward `code`."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from async_rl.base.weights.transport import bucket_num_bytes, unpack
-from rollout_server.engines.vllm.server.shared_bucket import map_memory
+from rollout_server.engines.vllm.server.receiving import map_memory
 
 DIES_AT = 2
 """The version whose first bucket ends the server 1."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.errors import ConfigError
-from rollout_server.engines.vllm.vllm_process import server_python
+from rollout_server.engines.vllm.engine import server_python
 from tests.kit.configs import server_config
 
 START_S = 280.0

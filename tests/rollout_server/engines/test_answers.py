@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.errors import AsyncRLError
-from rollout_server.engines.open_reply import token_versions
+from rollout_server.engines.http_engine import token_versions
 
 
 def test_spans_give_each_token_its_version() -> None:

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from async_rl.base.config import Config, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError
+from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.engines.sglang import engine as engine_module
-from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import SGLangEngine, attach_server
 from tests.kit.configs import make_config
 

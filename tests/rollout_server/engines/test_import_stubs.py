@@ -144,7 +144,7 @@ def test_importing_the_package_installs_no_stubs() -> None:
     code = """
 import sys, async_rl
 was = list(sys.meta_path)
-from rollout_server.engines.sglang import engine, launch, sglang_process
+from rollout_server.engines.sglang import engine, launch
 print(sys.meta_path == was)
 from rollout_server.engines.sglang import import_stubs
 import_stubs.install(("no_such_package",))

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from async_rl.base.config import Config
 from rollout_server.engines.base import Purpose
-from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from rollout_server.engines.vllm.engine import VLLMEngine

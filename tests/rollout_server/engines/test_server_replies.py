@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from async_rl.base.errors import AsyncRLError
-from rollout_server.engines.open_reply import OpenReply
+from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang import engine as sglang
 from rollout_server.engines.vllm import engine as vllm
 

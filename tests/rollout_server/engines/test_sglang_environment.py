@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.engines.sglang.sglang_process import server_environment
+from rollout_server.engines.sglang.launch import server_environment
 from tests.kit.configs import make_config
 
 

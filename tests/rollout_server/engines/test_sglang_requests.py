@@ -26,10 +26,10 @@ from async_rl.base.config import (
     WeightSyncConfig,
 )
 from async_rl.base.errors import AsyncRLError, ConfigError
-from rollout_server.engines.open_reply import OpenReply
-from rollout_server.engines.sglang import sglang_process
+from rollout_server.engines.http_engine import OpenReply
+from rollout_server.engines.sglang import launch
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
-from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
+from rollout_server.engines.sglang.launch import server_environment, server_flags
 from tests.kit.configs import make_config
 from tests.kit.engines.replies import request_for
 
@@ -83,7 +83,7 @@ def test_a_gpu_server_has_cuda_graphs_up_to_the_replies_in_flight(monkeypatch: p
 def test_this_sglang_has_the_words_and_the_flag_that_are_counted_on() -> None:
     (folder,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     sign = "leave no GPU memory for the KV cache"
-    assert sign in dict(sglang_process.HINTS)
+    assert sign in dict(launch.HINTS)
     assert sign in (Path(folder) / "srt/mem_cache/kv_cache_configurator.py").read_text()
     assert "nccl_port: A[" in (Path(folder) / "srt/arg_groups/fields/parallel.py").read_text()
 
@@ -104,7 +104,7 @@ def test_a_gpu_server_computes_float32_in_full_precision(dtype: str, computes_fl
 def test_the_processes_of_a_server_meet_at_another_port_of_its_range(tmp_path: Path) -> None:
     def command(ports: str, **server_args: Any) -> list[str]:
         typed = dataclasses.replace(config(server_args=server_args), network=NetworkConfig(ports=ports))
-        process = sglang_process.sglang_process("server 0", flags(typed), tmp_path / "log", typed)
+        process = launch.sglang_process("server 0", flags(typed), tmp_path / "log", typed)
         return list(process.command(21001))
 
     def words(command: list[str], flag: str) -> list[str]:

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from learner.models.reward_model import RewardRow
 from learner.stages.reward_training import Comparison, RewardData, train_reward_model
-from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.sglang_process import server_flags, sglang_process
+from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.sglang.launch import server_flags, sglang_process
 from tests.kit.configs import make_config, server_config
 from tests.kit.models import save_tiny_model
 

@@ -16,10 +16,9 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import load_tokenizer
-from rollout_server.engines.base import GenerationRequest, SampledReply
-from rollout_server.engines.open_reply import OpenReply
+from rollout_server.engines.base import GenerationRequest, SampledReply, StopTexts
+from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang.engine import extend_reply
-from rollout_server.engines.stop_texts import StopTexts
 from rollout_server.episodes.episode import Episode
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.scored_player import ScoredPlayer

@@ -24,14 +24,19 @@ from async_rl.base.config import (
 from async_rl.base.errors import ConfigError
 from async_rl.base.weights.disk import write_weights
 from async_rl.base.weights.server_admin import Bucket
-from rollout_server.engines.open_reply import OpenReply
+from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.vllm.admin import VLLMAdmin, share_bucket
-from rollout_server.engines.vllm.engine import group_replies, kv_tokens, request_body
-from rollout_server.engines.vllm.flags import server_flags
-from rollout_server.engines.vllm.refusals import refuse_run
-from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
-from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
-from rollout_server.engines.vllm.vllm_process import server_environment, server_python
+from rollout_server.engines.vllm.engine import (
+    group_replies,
+    kv_tokens_in,
+    refuse_run,
+    request_body,
+    server_environment,
+    server_flags,
+    server_python,
+)
+from rollout_server.engines.vllm.server.launch import API_KEY_VARIABLE, RequireKey
+from rollout_server.engines.vllm.server.receiving import check_tensors, checkpoint_shapes
 from tests.kit.configs import make_config
 from tests.kit.engines.replies import request_for
 from tests.kit.models import save_sharp_model, sharp_model
@@ -94,7 +99,7 @@ def test_a_model_without_an_attention_kernel_is_refused_by_name(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("rollout_server.engines.vllm.refusals.check_environment", lambda config: None)
+    monkeypatch.setattr("rollout_server.engines.vllm.engine.check_environment", lambda config: None)
     small = dataclasses.replace(config(), model=ModelConfig(path=str(model_folder)))
     assert "24" in refuse_run(small)
     wide = dataclasses.replace(config(), model=ModelConfig(path=str(save_sharp_model(tmp_path, "tiny-qwen3"))))
@@ -175,7 +180,7 @@ def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
     buffer = torch.zeros(100, dtype=torch.uint8)
     bucket = Bucket(names=["a"], dtypes=["uint8"], shapes=[[40]], data=buffer[:40], is_last=True)
     code = (
-        "import json, sys, torch; from rollout_server.engines.vllm.server.shared_bucket import map_memory\n"
+        "import json, sys, torch; from rollout_server.engines.vllm.server.receiving import map_memory\n"
         "print(int(map_memory(json.loads(sys.argv[1]), torch.device('cpu'))[:40].sum()))"
     )
     for value in (1, 2):
@@ -214,6 +219,6 @@ def test_a_request_without_the_key_is_answered_with_401(
 
 def test_the_room_in_the_kv_cache_is_read_from_the_metrics_of_the_server() -> None:
     labels = 'block_size="32",cache_dtype="auto",num_gpu_blocks="1200",num_cpu_blocks="None"'
-    assert kv_tokens(f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n") == 38400
-    assert kv_tokens("vllm:num_requests_running 3.0\n") == 0
-    assert kv_tokens('vllm:cache_config_info{block_size="32",num_gpu_blocks="None"} 1.0') == 0
+    assert kv_tokens_in(f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n") == 38400
+    assert kv_tokens_in("vllm:num_requests_running 3.0\n") == 0
+    assert kv_tokens_in('vllm:cache_config_info{block_size="32",num_gpu_blocks="None"} 1.0') == 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from async_rl.base.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
-from rollout_server.engines.vllm.vllm_process import server_environment, server_python
+from rollout_server.engines.vllm.engine import server_environment, server_python
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.pushes import MODELS, VERSIONS, connected, push, pushing

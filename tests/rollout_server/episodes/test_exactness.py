@@ -19,7 +19,7 @@ from async_rl.base.types import Prompt
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout_server.rewards.code.asserts import take_apart
+from rollout_server.rewards.code.cases import Items, take_apart
 from rollout_server.rewards.code.checker import PROVIDED
-from rollout_server.rewards.code.values import Items
 
 _CHECK = "def check(candidate):\n    {}\ncheck(f)"
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout_server.rewards.code.cases import Case, read_cases
+from rollout_server.rewards.code.cases import ENCODE, Case, decode, is_equal_output, read_cases
 from rollout_server.rewards.code.checker import CodeSettings, find_program, whole_program
-from rollout_server.rewards.code.values import ENCODE, decode, is_equal_output
 
 names: dict[str, Any] = {}
 exec(ENCODE, names)

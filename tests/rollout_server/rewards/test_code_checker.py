@@ -15,8 +15,8 @@ from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
+from rollout_server.rewards.code.sandbox import Bubblewrap
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap
 from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine

@@ -9,7 +9,8 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.metrics import reduce_metrics
-from rollout_server.rewards.base import REWARDS, NamedReward, open_gold_reward
+from rollout_server.rewards.base import NamedReward, open_gold_reward
+from rollout_server.rewards.rules import GSM8K
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, make_config, worker_config
@@ -22,7 +23,7 @@ def test_a_gold_reward_is_a_name_of_task_reward_or_the_tasks_own() -> None:
     task = open_task(config, TOKENIZER)
     (named,) = open_gold_reward(config, task)
     (own,) = open_gold_reward(changed(config, eval={"gold_reward": "task"}), task)
-    assert named.reward is REWARDS["gsm8k"] and own.reward == task.own_reward()  # type: ignore[attr-defined]
+    assert named.reward is GSM8K and own.reward == task.own_reward()  # type: ignore[attr-defined]
     assert named.name == own.name == "eval.gold_reward"  # whatever the trained ones are called
     assert open_gold_reward(changed(config, eval={"gold_reward": ""}), task) == ()
 

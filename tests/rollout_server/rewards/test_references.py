@@ -8,8 +8,7 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.references import as_math, ends_with, only_boxes, with_marked_math
-from rollout_server.rewards.rules import check_reference, math_verify
+from rollout_server.rewards.rules import as_math, check_reference, ends_with, math_verify, only_boxes, with_marked_math
 
 
 @pytest.mark.parametrize("answer", ["", " ", "n/a", "She has 3.\n#### 72", "nan", float("nan"), None, True, [72]])

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from async_rl.base.errors import RewardError, WaitTimeoutError
-from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.rewards.reward_calls import RewardThreads
 
 NUM_THREADS = 4
 

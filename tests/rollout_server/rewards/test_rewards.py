@@ -15,7 +15,7 @@ import pytest
 from async_rl.base.config import TaskConfig
 from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
-from rollout_server.rewards import math_checker
+from rollout_server.rewards import rules
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
 from tests.kit.configs import changed, make_config
@@ -144,7 +144,7 @@ def test_math_verify_works_where_a_thousand_files_and_more_are_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        assert math_checker.MathChecker().is_equal("the answer is \\boxed{4}", "4")
+        assert rules.MathChecker().is_equal("the answer is \\boxed{4}", "4")
     finally:
         for file in held:
             os.close(file)
@@ -155,7 +155,7 @@ def test_math_verify_works_where_a_thousand_files_and_more_are_open() -> None:
 def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_server.rewards.math_checker.CHECK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rollout_server.rewards.rules.CHECK_TIMEOUT_S", 1.0)
     # Evaluated, this holds the interpreter lock for hours.
     assert math_verify(about("3"), "$\\boxed{9^{9^{9}}}$") == 0
     assert math_verify(about("9"), "$\\boxed{9}$") == 1
@@ -170,12 +170,12 @@ def math_processes() -> set[psutil.Process]:
 def test_a_math_verify_process_that_hangs_is_killed_and_another_takes_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, checker = math_processes(), math_checker.MathChecker()
+    before, checker = math_processes(), rules.MathChecker()
     assert checker.is_equal("$\\boxed{9}$", "9")
     (child,) = math_processes() - before
     child.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr(math_checker, "ANSWER_TIMEOUT_S", 0.2)
+        patch.setattr(rules, "ANSWER_TIMEOUT_S", 0.2)
         with pytest.raises(RewardError, match=str(child.pid)):
             checker.is_equal("1", "1")
     assert checker.is_equal("$\\boxed{9}$", "9") and child not in math_processes() - before
@@ -186,12 +186,12 @@ def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    before, checker = math_processes(), math_checker.MathChecker()
+    before, checker = math_processes(), rules.MathChecker()
     with ThreadPoolExecutor(2) as threads:
         busy = [threads.submit(checker.is_equal, "$\\boxed{9^{9^{9}}}$", "3") for _ in range(2)]
         while len(math_processes() - before) < 2:
             time.sleep(0.01)
-        monkeypatch.setattr(math_checker, "IDLE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(rules, "IDLE_TIMEOUT_S", 0.1)
         with pytest.raises(RewardError):
             checker.is_equal("1", "1")
         assert not any(each.result() for each in busy)
@@ -202,13 +202,13 @@ def test_there_is_a_math_verify_process_for_each_core_within_bounds(
     monkeypatch: pytest.MonkeyPatch, cores: int, children: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert math_checker.num_children() == children
+    assert rules.num_children() == children
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math_verify", "", "posixpath:join"])
 def test_no_more_threads_score_by_a_rule_than_there_are_math_verify_processes(name: str) -> None:
     (found,) = open_rewards(changed(CONFIG, task={"reward": name}), Verifies())
-    assert found.at_once(found.reward.function) == (32 if ":" in name else math_checker.num_children())
+    assert found.at_once(found.reward.function) == (32 if ":" in name else rules.num_children())
 
 
 def test_the_source_of_a_row_picks_the_rule() -> None:

@@ -22,7 +22,7 @@ from rollout_server.rewards import code
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.rewards.judge.rewards import JUDGE
+from rollout_server.rewards.judge import JUDGE
 from rollout_server.rewards.scoring import Scoring
 from rollout_server.rewards.verdict_cache import identity
 from tests.kit.configs import changed, make_config
@@ -202,7 +202,7 @@ def test_a_change_in_any_module_of_the_reward_code_makes_it_another_reward(
 
 def test_the_sandbox_of_programs_and_what_changes_a_judge_are_part_of_the_identity() -> None:
     assert CODE.inputs is not None and JUDGE.inputs is not None
-    assert set(JUDGE.modules) == {"rollout_server.rewards.judge.verdicts"}
+    assert set(JUDGE.modules) == {"rollout_server.rewards.judge_verdicts"}
     sandboxes = [SandboxConfig(), SandboxConfig(kind="none"), SandboxConfig(url="http://h")]
     assert len({CODE.inputs(changed(make_config(), task={"sandbox": each})) for each in sandboxes}) == 3
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from async_rl.base.errors import ConfigError
-from rollout_server.rewards.sandbox import bubblewrap
-from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
+from rollout_server.rewards.code import sandbox as sandboxes
+from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
 from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
 
@@ -143,7 +143,7 @@ class Deaf(Bubblewrap):
 
 
 def test_an_interpreter_that_does_not_read_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "GRACE_S", 0.2)
+    monkeypatch.setattr(sandboxes, "GRACE_S", 0.2)
     interpreter = Interpreter(Deaf(), "")
     interpreter.start()
     assert interpreter.process
@@ -215,7 +215,7 @@ def test_programs_that_are_not_contained_still_have_limits() -> None:
 @pytest.mark.parametrize("is_contained", [pytest.param(True, marks=needs_bubblewrap), False])
 def test_no_process_is_left_when_the_worker_is_killed(is_contained: bool) -> None:
     code = (
-        "from rollout_server.rewards.sandbox.bubblewrap import Bubblewrap, RunLimits\n"
+        "from rollout_server.rewards.code.sandbox import Bubblewrap, RunLimits\n"
         f"with Bubblewrap(is_contained={is_contained}).open() as run:\n"
         "    program = 'import subprocess, time; subprocess.Popen([\"sleep\", \"99\"]); time.sleep(99)'\n"
         "    run(program, '', RunLimits(wall_s=99))"

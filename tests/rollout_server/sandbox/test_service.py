@@ -18,10 +18,9 @@ from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.code import sandbox
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
-from rollout_server.rewards.sandbox import service
-from rollout_server.rewards.sandbox.bubblewrap import RunLimits, SandboxDiedError
-from rollout_server.rewards.sandbox.service import Service
+from rollout_server.rewards.code.sandbox import RunLimits, SandboxDiedError, Service
 from tests.kit.configs import changed
 from tests.kit.rewards import of
 
@@ -93,7 +92,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(sandbox, "PAUSES_S", (0.0, 0.0))
 
 
 def test_programs_run_at_the_service_with_their_input_and_limits(url: str) -> None:
@@ -130,7 +129,7 @@ def test_an_error_of_the_service_is_asked_again_and_then_no_verdict(url: str) ->
 def test_a_reply_that_never_ends_is_given_up_after_the_run_and_the_margin(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MARGIN_S", 0.5)
+    monkeypatch.setattr(sandbox, "SERVICE_MARGIN_S", 0.5)
     StandIn.trickles = True
     with pytest.raises(SandboxDiedError, match="in time"):
         Service(url=url).run("print(1)", "", RunLimits(wall_s=0.1))

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import sys
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
 """The environment variable with the process id of the parent. If it is set, the server ends with that process."""
+API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
+"""The environment variable with the server's API key, which on the command line every user of the host could read."""
 _PR_SET_PDEATHSIG = 1
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def die_with_parent() -> None:
@@ -44,6 +52,30 @@ def exit_without_engine(server: object, engine: Any) -> None:
     """
     if engine.errored and not engine.is_running:
         os._exit(1)
+
+
+class RequireKey:
+    """An ASGI application in front of vLLM's: it replies 401 unless the request has `Authorization: Bearer <key>`.
+
+    vLLM's own key protects only some of its paths. vLLM imports this class as `launch.RequireKey` (--middleware).
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[API_KEY_VARIABLE]}".encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._has_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"wrong API key"})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _has_key(self, scope: Message) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return secrets.compare_digest(given, self._expected)
 
 
 def main() -> None:

@@ -18,11 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
-from group_abort import abort_when_told
-from parcels import Rebuilder, holds_nan, is_parcel
+from receiving import (
+    Rebuilder,
+    abort_when_told,
+    check_tensors,
+    checkpoint_shapes,
+    holds_nan,
+    is_parcel,
+    map_memory,
+    weight_files,
+)
 from safetensors.torch import load_file
-from shared_bucket import map_memory
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo

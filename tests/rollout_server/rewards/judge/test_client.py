@@ -11,8 +11,8 @@ from aiohttp import web
 
 from async_rl.base.config import RolloutPlacement
 from async_rl.base.errors import ConfigError, RewardError
-from rollout_server.rewards.judge import client
-from rollout_server.rewards.judge.rewards import share_of_rate
+from rollout_server.rewards import judge
+from rollout_server.rewards.judge import share_of_rate
 from tests.kit.configs import changed
 from tests.kit.judges import Answer, FakeJudge, in_turn, judged_by, score, verdicts, verdicts_and_counts
 from tests.kit.rewards import of
@@ -20,8 +20,8 @@ from tests.kit.rewards import of
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(judge, "LONGEST_PAUSE_S", 0.05)
 
 
 def failing(status: int, text: str = "oops", retry_after: str = "") -> web.Response:

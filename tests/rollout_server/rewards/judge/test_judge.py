@@ -14,7 +14,7 @@ import pytest
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_gold_reward, open_rewards
-from rollout_server.rewards.judge.rewards import pairs_of
+from rollout_server.rewards.judge import pairs_of
 from rollout_server.rewards.scoring import Verdict
 from tests.kit.configs import changed, make_config
 from tests.kit.judges import Answer, FakeJudge, judged_by, score, verdicts_and_counts

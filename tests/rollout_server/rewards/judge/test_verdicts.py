@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.rewards.judge.verdicts import read_choice, read_ranking, read_score
+from rollout_server.rewards.judge_verdicts import read_choice, read_ranking, read_score
 
 
 @pytest.mark.parametrize(

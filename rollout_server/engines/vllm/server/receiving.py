@@ -1,0 +1,99 @@
+"""Helps a vLLM worker receive weights: checks an update, aborts a group, maps shared memory. It does not import vLLM.
+
+vLLM's environment has no async_rl, so `parcels.py` of this project is loaded here by its path.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, PrefixStore, ProcessGroup, TCPStore
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def _parcels_module() -> Any:
+    file = Path(__file__).resolve().parents[4] / "async_rl" / "base" / "weights" / "parcels.py"
+    spec = importlib.util.spec_from_file_location("async_rl_parcels", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_parcels = _parcels_module()
+Rebuilder = _parcels.Rebuilder
+holds_nan = _parcels.holds_nan
+is_parcel = _parcels.is_parcel
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor in a model folder, from the headers of its safetensors files."""
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def weight_files(folder: Path) -> Sequence[Path]:
+    """Return the safetensors files of a model folder: those that its index names, else model.safetensors, else all."""
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    return [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is_tied: bool) -> None:
+    """Raise ValueError unless `tensors` have the names and shapes `expected`; a tied output layer may be left out."""
+    ignored = {"lm_head.weight"} if is_tied else set()
+    got = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} must have shape {expected.get(name, '(none: no such tensor)')}, got {got.get(name, 'none')}"
+        for name in sorted((expected.keys() | got.keys()) - ignored) if expected.get(name) != got.get(name)
+    ]
+    if wrong:
+        raise ValueError(f"the update differs from the checkpoint in {len(wrong)} tensors: {'; '.join(wrong[:5])}")
+
+
+def abort_when_told(group: ProcessGroup, name: str, host: str, port: int) -> None:
+    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended.
+
+    It frees a worker that hangs in a collective of a failed push, as async_rl/base/weights/broadcast.py does elsewhere.
+    """
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+    def wait_and_abort() -> None:
+        with suppress(DistError, RuntimeError):
+            PrefixStore(name, store).wait(["aborted"], timedelta(days=1000))
+        group.abort()
+
+    threading.Thread(target=wait_and_abort, name=f"abort of {name}", daemon=True).start()
+
+
+def map_memory(memory: dict[str, list[Any]], device: torch.device) -> Tensor:
+    """Return the memory that the learner's `share_bucket` describes, as a uint8 tensor on `device`; nothing is copied.
+    """
+    words = zip(memory["handle"], memory["is_bytes"], strict=True)
+    handle = [base64.b64decode(word) if is_bytes else word for word, is_bytes in words]
+    storage: Any
+    if device.type == "cuda":
+        torch.cuda.init()
+        storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle)
+    else:
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)._shared_decref()
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

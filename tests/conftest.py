@@ -158,6 +158,7 @@ def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "rollout": {"group_size": 4, "max_response_tokens": 12},
         "learner": {"prompts_per_step": 4, "lr": 1e-3, "max_tokens_per_microbatch": 1024},
+        "staleness": {"max": 0},
         "algorithm": {"filter_zero_variance": False},  # an untrained model gets every answer wrong
         "eval": {"num_prompts": 8},
         "logging": {"wandb": "disabled"},

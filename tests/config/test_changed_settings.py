@@ -10,7 +10,7 @@ from async_rl.run.before_start.dry_run import changed_settings
 def test_only_settings_that_differ_from_the_defaults_are_listed() -> None:
     config = load_config(None, ["model.path=none", "task.name=reasoning_gym/none", "staleness.max=2"])
     found = {key: (value, default) for key, value, default in changed_settings(read_yaml(dump_config(config))[0])}
-    assert found["staleness.max"] == (2, 0)
+    assert found["staleness.max"] == (2, 1)
     assert "learner.lr" not in found
 
 

@@ -46,7 +46,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("buffer.fresh_fraction", "buffer.fresh_fraction=0.5", "staleness.max=3"),
         ("buffer.fresh_fraction", "buffer.fresh_fraction=0"),
         ("buffer.max_uses", "buffer.max_uses=0"),
-        ("buffer.max_uses", "buffer.max_uses=2", "buffer.fresh_fraction=0.96"),
+        ("buffer.max_uses", "staleness.max=0", "buffer.max_uses=2", "buffer.fresh_fraction=0.96"),
         ("algorithm.num_minibatches", "algorithm.num_minibatches=65", "placement.learner.ranks=2"),
         ("algorithm.kl.target", "algorithm.kl.target=0.1"),
         ("learner.betas", "learner.optimizer=SGD", "learner.betas=[0.9,0.95]"),
@@ -119,9 +119,10 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("weight_sync.double_buffer", "placement.rollout={servers: 2, engines: [hf, sglang]}",
         "weight_sync.double_buffer=host"),
         *(("weight_sync.double_buffer", each) for each in (
-            "weight_sync.on_update=drain", "placement.colocated=true", "rollout.server_url=http://there",
-            "placement.rollout.tp=2", "weight_sync.transport=disk", "weight_sync.transport=cuda_ipc",
+            "weight_sync.on_update=drain", "rollout.server_url=http://there", "placement.rollout.tp=2",
+            "weight_sync.transport=disk", "weight_sync.transport=cuda_ipc",
         )),
+        ("weight_sync.double_buffer", "placement.colocated=true", "staleness.max=0"),
     ],
     SMALL: [
         ("weight_sync.on_update", "weight_sync.on_update=in_place"),
@@ -174,7 +175,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
     (*LIMITED, "rollout.engine=hf"): [
         ("algorithm.params.bound", "algorithm.params.bound=-1.0"),
         ("algorithm.params.bound", "algorithm.params.bound=far"),
-        ("algorithm.params.dual", "algorithm.params.dual=2.0"),
+        ("algorithm.clip.dual", "algorithm.clip.dual=0.5"),
         ("rollout.params.file", "rollout.params.file=a"),
         ("weight_sync.params.keep", "weight_sync.params.keep=1"),
     ],

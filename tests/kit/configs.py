@@ -14,13 +14,13 @@ from async_rl.base.run_dir.run_dir import open_run_dir
 
 
 def make_config(model: Path | str = "none", /, **sections: Any) -> Config:
-    """A run on the task chain_sum, all defaults but for what a test names.
+    """A run on the task chain_sum at staleness.max 0, all other defaults but for what a test names.
 
     Args:
         model: its folder; most tests read none.
         sections: a dict has some settings of a section; a section of its own class is taken whole.
     """
-    small = {"model": {"path": model}, "task": {"name": "reasoning_gym/chain_sum"}}
+    small = {"model": {"path": model}, "task": {"name": "reasoning_gym/chain_sum"}, "staleness": {"max": 0}}
     return Config(**{name: _plain(section) for name, section in _over(small, sections).items()})
 
 

@@ -238,7 +238,7 @@ class RolloutConfig(OnePart):
 class StalenessConfig:
     """The bound on staleness: how old the weights may be that sampled the tokens the learner trains on."""
 
-    max: NonNegativeInt = 0
+    max: NonNegativeInt = 1
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
     they overlap."""
     depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max"] = "max"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
+from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings
 from async_rl.base.errors import AsyncRLError
 from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_row
 
@@ -45,7 +45,7 @@ class LossOutput:
     same names for every micro-batch."""
 
 
-def ppo_clip_loss(x: LossInputs, settings: PpoClipSettings) -> LossOutput:
+def ppo_clip_loss(x: LossInputs) -> LossOutput:
     """PPO's clipped loss of each token, with r = exp(learner - centre logprobs) and its advantage A:
 
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
@@ -59,9 +59,9 @@ def ppo_clip_loss(x: LossInputs, settings: PpoClipSettings) -> LossOutput:
     policy, Hilton et al. 2021, arXiv 2110.00641.
     """
     output = _clipped(bounded_exp(x.logprobs - x.centre), x)
-    if settings.dual == 0:
+    if x.clip.dual == 0:
         return output
-    bounded = torch.minimum(output.loss, -settings.dual * x.advantages)
+    bounded = torch.minimum(output.loss, -x.clip.dual * x.advantages)
     held = (x.advantages < 0) & (bounded < output.loss)
     loss = torch.where(x.advantages < 0, bounded, output.loss)
     return LossOutput(loss, output.clipped, {"dual_clip_fraction": held.double()})

@@ -294,5 +294,5 @@ def test_what_was_changed_in_a_resolved_configuration_outlasts_another_preset(tm
     resolved = dump_config(load(tmp_path, MINIMAL, "algorithm.clip.low=0.1", "algorithm.epochs=2"))
     given = "algorithm.old_logprobs=recompute", "algorithm.preset=ppo", "algorithm.clip.high=0.28"
     found = load(tmp_path, resolved, *given).algorithm
-    assert (found.preset, found.advantage, found.params["dual"]) == ("ppo", "gae", 0.0)
+    assert (found.preset, found.advantage, found.clip.dual) == ("ppo", "gae", 0.0)
     assert (found.clip.low, found.clip.high, found.epochs, found.old_logprobs) == (0.1, 0.28, 2, "recompute")

@@ -63,7 +63,6 @@ def test_settings_that_were_not_given_are_in_the_resolved_configuration() -> Non
     config = load_config(None, overrides)
     assert config.weight_sync.params == {"suffix": "new", "keep": 3}
     assert config.weight_sync.settings == FolderSettings(keep=3)
-    assert load_config(None, BASE).algorithm.params == {"dual": 3.0}
 
 
 def test_a_setting_of_one_name_in_two_parts_is_refused() -> None:
@@ -78,13 +77,8 @@ def test_settings_without_the_decorator_are_refused_because_nothing_would_check_
 
 
 def test_a_correction_of_ones_own_has_settings_too() -> None:
-    overrides = [f"algorithm.correction.kind={__name__}:CORRECTION", "algorithm.params={power: 3.0, dual: 0.0}"]
+    overrides = [f"algorithm.correction.kind={__name__}:CORRECTION", "algorithm.params={power: 3.0}"]
     algorithm = load_config(None, [*BASE, "staleness.max=1", *overrides]).algorithm
     assert algorithm.load_correction(CORRECTION).keywords["settings"] == PowerSettings(power=3.0)
-    assert algorithm.load_loss().keywords["settings"].dual == 0.0
 
 
-def test_a_preset_gives_settings_to_its_own_loss_only() -> None:
-    assert load_config(None, [*BASE, "algorithm.preset=ppo"]).algorithm.params == {"dual": 0.0}
-    other = load_config(None, [*BASE, "algorithm.preset=ppo", "algorithm.loss=cispo"])
-    assert other.algorithm.params == {}

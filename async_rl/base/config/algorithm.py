@@ -32,14 +32,8 @@ class ClipConfig:
     """The ratio to the proximal policy is clipped below 1 - low."""
     high: Annotated[Unbounded, Field(gt=0)] = 0.28
     """The ratio to the proximal policy is clipped above 1 + high; .inf: no upper limit."""
-
-
-@section("algorithm.params")
-class PpoClipSettings:
-    """The settings of the loss ppo_clip."""
-
     dual: Annotated[NonNegativeFloat, checked(lambda dual: dual == 0 or dual > 1, "0 (off) or above 1")] = 3.0
-    """The loss of a token with negative advantage is at most dual * |A|. 0 turns it off."""
+    """The loss of a token with negative advantage A is at most dual * |A|, with algorithm.loss ppo_clip. 0: off."""
 
 
 @section("algorithm.params")
@@ -156,8 +150,7 @@ class AlgorithmConfig:
     several turns by the longest length of an episode. An episode counts once, however many rows it has."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """The settings that the chosen loss, advantage and correction declare; ppo_clip has dual, dppo_tv has tv and
-    tv_pull."""
+    """The settings that the chosen loss, advantage and correction declare; dppo_tv has tv and tv_pull."""
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0

@@ -111,10 +111,7 @@ def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
     section = settings["algorithm"]
     name = section.get("preset", AlgorithmConfig.preset) if isinstance(section, dict) else None
     if isinstance(name, str) and name in PRESETS:
-        preset = PRESETS[name]
-        if section.get("loss", AlgorithmConfig.loss) != preset.get("loss", AlgorithmConfig.loss):
-            preset = {key: value for key, value in preset.items() if key != "params"}  # those are of the preset's loss
-        _fill(section, preset, "algorithm", f"preset {name}", places)
+        _fill(section, PRESETS[name], "algorithm", f"preset {name}", places)
 
 
 def _leave_preset(section: Any, wanted: Any, places: dict[str, str]) -> None:

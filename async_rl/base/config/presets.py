@@ -11,7 +11,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "remax": {"advantage": "remax"},
     "reinforce_pp": {"advantage": "reinforce_pp", "clip": {"high": 0.2}},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "clip": {"high": 0.2}},
-    "ppo": {"advantage": "gae", "old_logprobs": "rollout", "clip": {"high": 0.2}, "params": {"dual": 0.0}},
+    "ppo": {"advantage": "gae", "old_logprobs": "rollout", "clip": {"high": 0.2, "dual": 0.0}},
     "decoupled_ppo": {"advantage": "gae", "clip": {"high": 0.2}},
     "vtrace": {"advantage": "vtrace", "gae_lambda": 1.0, "clip": {"high": 0.2}},
     "cispo": {"loss": "cispo", "old_logprobs": "rollout", "clip": {"low": 1.0, "high": 4.0}},

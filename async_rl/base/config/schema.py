@@ -197,6 +197,7 @@ _HERE = {
     "it is algorithm.epochs": "ppo_epochs num_iterations",
     "it is algorithm.clip.low and algorithm.clip.high":
         "epsilon epsilon_high clip_ratio clip_ratio_low clip_ratio_high eps_clip",
+    "it is algorithm.clip.dual": "delta clip_ratio_c algorithm.params.dual dual",
     "it is algorithm.kl.coef, with algorithm.kl.kind": "beta kl_loss_coef kl_coef use_kl_loss",
     "it is algorithm.entropy_coef": "entropy_coeff",
     "it is algorithm.advantage": "adv_estimator scale_rewards",

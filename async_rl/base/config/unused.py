@@ -28,8 +28,8 @@ def unused_settings(config: Config) -> list[str]:
             advantage)
         compare("critic.path", critic.path, (CriticConfig.path,), advantage)
         compare("critic.warmup_steps", critic.warmup_steps, (CriticConfig.warmup_steps,), advantage)
-    if not algorithm.loss_entry.reads_clip:
-        for name, value in dataclasses.asdict(algorithm.clip).items():
+    for name, value in dataclasses.asdict(algorithm.clip).items():
+        if name not in algorithm.loss_entry.reads_clip:
             usual = (getattr(ClipConfig, name), preset.get("clip", {}).get(name))
             compare(f"algorithm.clip.{name}", value, usual, f"algorithm.loss {algorithm.loss}")
     if learner.lr_decay_fraction == 0:

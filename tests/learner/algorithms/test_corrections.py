@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from async_rl.base.config import MasksConfig
-from async_rl.base.config.algorithm import ClipConfig, PpoClipSettings
+from async_rl.base.config.algorithm import ClipConfig
 from async_rl.base.seams import CORRECTIONS
 from learner.algorithms.corrections import (
     beyond_m2po,
@@ -98,12 +98,12 @@ def test_decoupled_losses_with_their_weights_match_the_reference_vectors(vectors
         close(weights, vector["weight"])
         logprobs = tensor(vector["logp"])
         close((logprobs - proximal).exp(), vector["ratio"])
-        clip = ClipConfig(low=vector["eps"], high=vector["eps"])
+        clip = ClipConfig(low=vector["eps"], high=vector["eps"], dual=0.0)
         x = LossInputs(
             logprobs=logprobs, centre=proximal, advantages=tensor(vector["adv"]), trained=case.trained.flatten(),
             rows=case.rows, count=1, clip=clip,
         )
-        loss = ppo_clip_loss(x, PpoClipSettings(dual=0.0)).loss
+        loss = ppo_clip_loss(x).loss
         close(weights * loss, vector["token_loss"])
         close((weights * loss).sum() / len(loss), vector["loss_mean_original_denominator"])
     assert modes == {"truncate", "mask_upper", "icepop"}

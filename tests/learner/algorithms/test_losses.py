@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
+from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings
 from learner.algorithms.losses import (
     LossInputs,
     cispo_loss,
@@ -25,9 +26,6 @@ from learner.algorithms.losses import (
 )
 
 LOGPROB = st.floats(-30, 0, width=32)
-
-
-NO_DUAL, DUAL = PpoClipSettings(dual=0.0), PpoClipSettings(dual=3.0)
 
 
 def double(values: Any) -> Tensor:
@@ -55,8 +53,8 @@ def test_ppo_clip_with_and_without_dual_clip_matches_the_reference_vectors(vecto
         dual = case["dual_clip_c"] or 0.0
         duals.add(dual)
         logprobs, centre = double(case["logp"]), double(case["old_logp"])
-        x = inputs(logprobs, centre, double(case["adv"]), low=case["eps_low"], high=case["eps_high"])
-        output = ppo_clip_loss(x, PpoClipSettings(dual=dual))
+        x = inputs(logprobs, centre, double(case["adv"]), low=case["eps_low"], high=case["eps_high"], dual=dual)
+        output = ppo_clip_loss(x)
         close((logprobs - centre).exp(), case["ratio"])
         close(output.loss, case["token_loss"])
         close(output.loss.mean(), case["loss_mean"])
@@ -180,7 +178,7 @@ def test_a_token_has_no_gradient_where_it_is_clipped_and_a_ratio_of_one_never_is
     logprob: float, proximal: float, advantage: float
 ) -> None:
     learner = double([logprob]).requires_grad_()
-    output = ppo_clip_loss(inputs(learner, double([proximal]), double([advantage]), low=0.2, high=0.28), NO_DUAL)
+    output = ppo_clip_loss(inputs(learner, double([proximal]), double([advantage]), low=0.2, high=0.28, dual=0.0))
     output.loss.sum().backward()
     if output.clipped.item():
         assert learner.grad is not None and learner.grad.item() == 0
@@ -193,28 +191,28 @@ def test_a_token_has_no_gradient_where_it_is_clipped_and_a_ratio_of_one_never_is
 @given(LOGPROB, LOGPROB, st.floats(-3, -0.125, width=32))
 def test_dual_clip_bounds_the_loss_of_a_bad_token(logprob: float, proximal: float, advantage: float) -> None:
     x = inputs(double([logprob]), double([proximal]), double([advantage]), low=0.2, high=0.28)
-    assert ppo_clip_loss(x, PpoClipSettings(dual=3.0)).loss.item() <= 3.0 * abs(advantage) + 1e-12
+    assert ppo_clip_loss(x).loss.item() <= 3.0 * abs(advantage) + 1e-12
 
 
 def test_tokens_that_the_dual_clip_holds_are_counted_by_themselves() -> None:
     """The ratios are e^1.5 = 4.48, e^1 = 2.72 and e^-0.5 = 0.61; with A = -1 the first alone has a loss above 3."""
     logprobs = double([1.5, 1.0, -0.5, 1.5]).requires_grad_()
     x = inputs(logprobs, double([0.0] * 4), double([-1.0, -1.0, -1.0, 1.0]), low=0.2, high=0.28)
-    output = ppo_clip_loss(x, DUAL)
+    output = ppo_clip_loss(x)
     close(output.loss.detach(), [3.0, 2.718281828459045, 0.8, -1.28])
     (gradient,) = torch.autograd.grad(output.loss.sum(), logprobs)
     close(gradient, [0.0, 2.718281828459045, 0.0, 0.0])
     assert output.metrics["dual_clip_fraction"].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert output.clipped.tolist() == [False, False, True, True]
-    assert not ppo_clip_loss(x, NO_DUAL).metrics
+    assert not ppo_clip_loss(dataclasses.replace(x, clip=ClipConfig(dual=0.0))).metrics
 
 
 ANSWERS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
 TRAINED = torch.tensor([True, True, False, True, True, True, True, False])
 OWN_ANSWERS: dict[str, Any] = {"trained": TRAINED, "rows": ANSWERS, "count": 3, "low": 0.2, "high": 0.28}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS), NO_DUAL).loss,
-    "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DUAL).loss,
+    "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS, dual=0.0)).loss,
+    "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
     "gspo": lambda lp, centre, adv: gspo_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
     "dppo_tv": lambda lp, centre, adv: dppo_tv_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DppoTvSettings()).loss,
     "k1": lambda lp, centre, adv: kl_k1(lp, centre),

@@ -202,7 +202,7 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
 
 
 def test_the_two_sided_clip_holds_weights_between_floor_and_cap(one_rank: None) -> None:
-    algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), params={"dual": 0.0})
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), clip=ClipConfig(dual=0.0))
     objective = objective_of(algorithm)
     micro, _, entropy = make_case(5, masked=0.0)
     assert micro.proximal is not None

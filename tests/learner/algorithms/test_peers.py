@@ -137,7 +137,7 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
 
 
 COUPLED: dict[str, Any] = {"old_logprobs": "rollout"}
-CLIP = {"low": 0.2, "high": 0.28}
+CLIP = {"low": 0.2, "high": 0.28, "dual": 0.0}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("grpo", {}, {"aggregation": "sequence_mean"}),
     ("bnpo", {}, {"aggregation": "token_mean"}),
@@ -156,8 +156,7 @@ def test_the_loss_and_gradient_are_those_of_trl(
     for seed in range(3):
         batch = padded_batch(seed)
         arguments = {"level": "token", "low": 0.2, "high": 0.28, "beta": 0.0, "opsm": 0.0, **theirs}
-        params = {} if "loss" in ours else {"dual": 0.0}
-        algorithm = AlgorithmConfig(**{"clip": ClipConfig(**CLIP), "params": params, **COUPLED, **ours})
+        algorithm = AlgorithmConfig(**{"clip": ClipConfig(**CLIP), **COUPLED, **ours})
         losses = trl_loss(batch, loss_type, **arguments), our_loss(batch, algorithm, tmp_path)
         torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-5)
         gradients = [torch.autograd.grad(loss, batch.logprobs)[0] for loss in losses]

@@ -12,7 +12,7 @@ from typing import Any
 from async_rl.base.config.loading import load_config
 from benchmarks.under_mps import CONTROL
 
-CONFIG = "configs/sweep_gpu.yaml"
+CONFIG, QUICKSTART = "configs/sweep_gpu.yaml", "configs/quickstart.yaml"
 TRITON = {"attention-backend": "triton", "sampling-backend": "pytorch"}
 SERVER_ARGS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({}, ("sglang", "sgl_kernel/flash_ops")),
@@ -24,7 +24,7 @@ CELL_SECONDS = 150
 CELL_MINUTES = 4.0
 """The expected duration of a cell of the sweep, start-up included."""
 BOUNDS = "0,1,2,4,8,10"
-MODEL = "models/SmolLM2-135M-Instruct"
+MODEL, RANDOM_MODEL = "models/SmolLM2-135M-Instruct", "models/random-1b"
 SWEEP, MPS_SWEEP = Path("runs/sweep-gpu-sweep"), Path("runs/sweep-gpu-mps")
 
 MakeCommand = Callable[[Path, dict[str, Any], float], list[str]]
@@ -74,7 +74,7 @@ def _push(size: str, server: dict[str, Any], out: Path, rounds: int) -> list[str
 def _start_server(number: int) -> SuiteStep:
     arguments, needs = SERVER_ARGS[number]
     return SuiteStep(
-        f"sglang-{number}", 2.5, lambda folder, server, left: _push("0.1b", arguments, folder / f"sglang-{number}", 1),
+        f"sglang-{number}", 1.5, lambda folder, server, left: _push("0.1b", arguments, folder / f"sglang-{number}", 1),
         needs,
     )  # fmt: skip
 
@@ -88,6 +88,14 @@ def _generation(folder: Path, server: dict[str, Any], left: float) -> list[str]:
         "benchmarks.generation", CONFIG, "--random", "0.1b", "--groups", "128", "--rounds", "2",
         "--sglang-bench", "--out", str(folder / "generation.json"), _server_args(server),
         "rollout.max_response_tokens=256",
+    )  # fmt: skip
+
+
+def _run(config: str, *settings: str) -> MakeCommand:
+    """Return the MakeCommand of a step that trains."""
+    return lambda folder, server, left: _python(
+        "async_rl.cli", "train", config, _server_args(server), f"run.dir={folder / 'runs'}", "logging.wandb=disabled",
+        *settings,
     )  # fmt: skip
 
 
@@ -110,11 +118,16 @@ def _sweep_under_mps(folder: Path, server: dict[str, Any], left: float) -> list[
     )  # fmt: skip
 
 
+RANDOM = (f"model.path={RANDOM_MODEL}", "eval.num_prompts=0", "checkpoint.every_steps=0", "run.steps=12")
 STEPS = (
+    *(_start_server(number) for number in range(len(SERVER_ARGS))),
+    SuiteStep("quickstart-sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", QUICKSTART)),
+    *(SuiteStep(
+        f"run-{bound}", 3.0, _run(QUICKSTART, f"staleness.max={bound}", f"run.name=run-{bound}", "run.steps=40"),
+        ("server", "ray", "quickstart-sft")) for bound in (2, 0)),
     SuiteStep("packing", 2.0, _tests(
         "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_updater.py",
         "tests/learner/test_reward_training.py")),
-    *(_start_server(number) for number in range(len(SERVER_ARGS))),
     SuiteStep("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
     SuiteStep("offload", 1.0, _tests("tests/gpu/test_offload.py")),
     SuiteStep("pushes", 4.0, _tests("tests/gpu/test_pushes.py"), ("server",)),
@@ -125,7 +138,11 @@ STEPS = (
     SuiteStep("generation", 3.0, _generation, ("server",)),
     SuiteStep("deterministic", 4.0, _tests("tests/gpu/test_deterministic.py"), ("server", "ray")),
     SuiteStep("vllm", 6.0, _tests("tests/gpu/test_vllm.py")),  # skipped where vLLM has no environment
-    SuiteStep("model", 1.0, _model, ("gguf",)),
+    SuiteStep("random-1b", 1.0, lambda folder, server, left: _python("benchmarks.random_model", "1b", RANDOM_MODEL)),
+    *(SuiteStep(
+        f"run-1b-{bound}", 4.0, _run(CONFIG, f"staleness.max={bound}", f"run.name=run-1b-{bound}", *RANDOM),
+        ("server", "ray", "random-1b")) for bound in (2, 0)),
+    SuiteStep("model", 1.0, _model),
     SuiteStep("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", CONFIG), ("model",)),
     SuiteStep("mps", 2 * CELL_MINUTES, _sweep_under_mps, ("server", "ray", "sft", f"program {CONTROL}")),
     SuiteStep("sweep", CELL_MINUTES, _sweep, ("server", "ray", "sft"), continues=True),

@@ -155,6 +155,8 @@ def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> No
         if file.stem != "outcomes":
             with suppress(ValueError):  # the file is cut off if its step was ended while it wrote
                 found[file.stem] = json.loads(file.read_text())
+    for file in sorted(folder.glob("runs/*/summary.json")):
+        found[file.parent.name] = json.loads(file.read_text())
     if (file := folder / "measured.jsonl").is_file():
         found["logprobs"] = [json.loads(line) for line in file.read_text().splitlines()]
     for title, sweep in (("sweep", SWEEP), ("sweep under MPS", MPS_SWEEP)):

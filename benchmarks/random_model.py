@@ -1,7 +1,11 @@
-"""Makes models with random weights, for benchmarks of speed."""
+"""Makes models with random weights, for benchmarks of speed.
+
+    python -m benchmarks.random_model 1b models/random-1b
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +57,7 @@ def save_random_model(size: str, folder: Path) -> None:
     model.to(torch.float32 if size in ("1m", "3m") else torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save_random_model(sys.argv[1], Path(sys.argv[2]))

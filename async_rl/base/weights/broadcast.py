@@ -186,8 +186,12 @@ class Receiver:
 
         KeyError: the group was never joined. RuntimeError: the sender is lost.
         """
-        data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
-        dist.broadcast(data, group=self.groups[group_name], group_src=0)
+        with _own_stream(device or torch.device("cpu")):  # the model goes on sampling in the default stream
+            data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
+            dist.broadcast(data, group=self.groups[group_name], group_src=0)
+            if data.is_cuda:
+                torch.cuda.current_stream(data.device).synchronize()
+                data.record_stream(torch.cuda.default_stream(data.device))  # which reads it when it is loaded
         return unpack(data, names, dtypes, shapes)
 
     def _buffer(self, num_bytes: int, device: torch.device | None) -> Tensor:  # [num_bytes] uint8

@@ -43,6 +43,26 @@ print(*limits)
 """
 """The program of a worker that joins a group whose store and members are not there: it prints the limits it gives."""
 
+STAGES = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import weight_receiver
+sent = threading.Event()
+weight_receiver.dist.broadcast = lambda data, **_: sent.wait(60) and data.fill_(0)
+torch.accelerator.synchronize = None  # on a GPU it would wait for the staged part
+receiver = weight_receiver.WeightReceiver.__new__(weight_receiver.WeightReceiver)
+receiver.device, receiver._group = torch.device("cpu"), object()
+receiver._thread, receiver._timeout_s = ThreadPoolExecutor(1), 60.0
+receiver.start_weight_update()
+receiver.update_weights({"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "staging": "device"})
+print(*receiver._tensors)
+sent.set()
+receiver.drain_pending()
+print(*receiver._tensors)
+"""
+"""The program of a worker that stages a part which arrives late: it prints the tensors it has before and after."""
+
 
 def without_one(named: dict[str, Tensor]) -> None:
     del named["model.layers.1.mlp.up_proj.weight"]
@@ -119,15 +139,25 @@ def test_weights_in_shared_memory_arrive_whole(vllm_server: VLLMServer, tmp_path
         assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE
 
 
-def test_a_worker_makes_its_group_with_the_longer_limit(tmp_path: Path) -> None:
+def in_a_worker(program: str, *arguments: str) -> str:
+    """Return what a program prints that runs in vLLM's environment, where weight_receiver is a module."""
     needs_vllm()
-    config = server_config("vllm", tmp_path)
+    config = server_config("vllm", Path())
     python = server_python(config)
-    place = {"host": "127.0.0.1", "port": 1, "name": "g", "backend": "gloo", "first_rank": 1, "world_size": 2}
-    command = [python, "-c", JOINS, json.dumps(place | {"timeout_s": 20.0, "torch_limit_s": 80.0})]
     environment = server_environment(config, python, on_gpu=False)
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    command = [python, "-c", program, *arguments]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_a_worker_makes_its_group_with_the_longer_limit() -> None:
+    place = {"host": "127.0.0.1", "port": 1, "name": "g", "backend": "gloo", "first_rank": 1, "world_size": 2}
+    output = in_a_worker(JOINS, json.dumps(place | {"timeout_s": 20.0, "torch_limit_s": 80.0}))
     assert output.splitlines()[-1] == "20.0 80.0"
+
+
+def test_the_model_goes_on_while_a_part_is_staged() -> None:
+    """The call that begins a staged part returns without it, and does not wait for the device."""
+    assert in_a_worker(STAGES).splitlines()[-2:] == ["", "w"]
 
 
 def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model: Path, tmp_path: Path) -> None:

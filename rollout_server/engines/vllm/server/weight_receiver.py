@@ -79,6 +79,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
 
     init_info_cls = GroupInfo
     update_info_cls = PartInfo
+    defers_processing = True  # read by callers that load the weights themselves: they call `drain_pending` first
     _group: dist.ProcessGroup | None = None
     _thread: ThreadPoolExecutor | None = None
     """Receives the parts that are staged, one after the other as they are broadcast; one for each group, as a thread
@@ -108,6 +109,12 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         self._tensors: dict[str, Tensor] = {}
         self._staged: list[Future[dict[str, Tensor]]] = []
         """The parts that are received beside generation."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one part. vLLM's own method also waits for the whole device, and so for the parts that are staged
+        beside the running model; here each part waits for its own stream.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, info: PartInfo) -> None:
         """Receive one part, or begin to. It is checked only at the end of the update: a refusal could make the sender
@@ -143,10 +150,15 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         files = weight_files(Path(info.folder))
         return {name: tensor for file in files for name, tensor in load_file(file, device=str(self.device)).items()}
 
+    def drain_pending(self) -> None:
+        """Wait for the parts that are staged; the learner has sent them all."""
+        for part in self._staged:
+            self._tensors |= part.result(self._timeout_s)
+        self._staged = []
+
     def finish_weight_update(self) -> None:
         """Load the tensors received. ValueError: one is missing, unknown or has a wrong shape; nothing is loaded."""
-        for part in self._staged:  # the learner has sent them all
-            self._tensors |= part.result(self._timeout_s)
+        self.drain_pending()
         if any(is_parcel(name) for name in self._tensors):
             self._tensors = self._rebuilt(self._tensors)
         check_tensors(self._tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)

@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
+from async_rl.cli import main
 from rollout_server.question import Question
 from tests.kit.configuration_page import PAGE, page
 from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run
@@ -149,8 +150,9 @@ def test_every_command_in_the_documents_is_covered_and_no_other_is_listed() -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", QUICK)
-def test_a_quick_command_runs(command: str, checkout_with_model: Path) -> None:
-    run(command, checkout_with_model, timeout_s=240)
+def test_a_quick_command_runs(command: str, checkout_with_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout_with_model)
+    assert main(command.split()[1:]) == 0
 
 
 @pytest.mark.nightly

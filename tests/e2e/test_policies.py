@@ -31,7 +31,7 @@ REFUSED = [
 ALLOWED = [case for case in ALL if case not in REFUSED]
 IN_CI = [
     ("bounded", "wait", "in_place"), ("bounded", "drop", "retract"), ("bounded", "mask", "abort"),
-    ("bounded", "wait", "drain"), ("exact", "wait", "drain"),
+    ("exact", "wait", "drain"),
 ]
 
 
@@ -90,19 +90,17 @@ def test_a_run_keeps_its_bound_under_each_policy(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("depth", "slots"), [(0, 4), (0.5, 6)])
 def test_a_depth_limits_the_mean_staleness_and_the_bound_the_largest(
-    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, depth: float, slots: int
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread
 ) -> None:
-    """While a batch of 4 is trained, at most `slots` - 4 other groups grow older by a version: so many / 4 a group."""
+    """While a batch of 4 is trained, at most 2 of 6 slots are of other groups, which grow older: 2 / 4 a group."""
     case = ("bounded", "wait", "in_place")
-    config = configure(smoke_yaml, tmp_path, case, 3, f"staleness.depth={depth}", *sglang_server.overrides)
+    config = configure(smoke_yaml, tmp_path, case, 3, "staleness.depth=0.5", *sglang_server.overrides)
     run = run_assembled(config)
     check(run, config, case)
-    assert config.slots == slots and all(step["buffer/slots_held"] <= slots for step in run.steps)
+    assert config.slots == 6 and all(step["buffer/slots_held"] <= 6 for step in run.steps)
     ages = [batch.version - group.start_version for batch in run.batches for group in batch.groups]
-    assert sum(ages) / len(ages) <= depth
-    assert (max(ages) > 0) == (depth > 0)
+    assert sum(ages) / len(ages) <= 0.5 and max(ages) > 0
 
 
 @pytest.mark.e2e

@@ -65,7 +65,8 @@ def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed
     of_two = [line for line in metrics.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 2]
     metrics.write_text("".join(of_two))  # as if the driver had been killed before it logged the steps 3 and 4
     capsys.readouterr()
-    summary = run(load_config(smoke_yaml, [*asked, "run.steps=6", f"run.resume={run_dir}"]))
+    resumed = load_config(smoke_yaml, [*asked, "run.steps=6", f"run.resume={run_dir}"])
+    summary = run(resumed)
     assert "step 3 to 4" in capsys.readouterr().out
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "policy/loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -77,6 +78,18 @@ def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed
         assert "utilisation/learner" not in found[step]
         assert found[step]["time/written_at_s"] > found[2]["time/written_at_s"]
     assert summary["steps"] == 6
+    with pytest.raises(ConfigError, match=r"^run\.steps "):
+        run(resumed)
+
+    (run_dir / "summary.json").unlink()  # as if the run had been killed after its last step, while its model was saved
+    shutil.rmtree(run_dir / "model")
+    found, ended = records(run_dir), run(changed(resumed, eval={"num_prompts": 4}))
+    assert (ended["steps"], ended["resumes"], "ended" in ended) == (6, 2, False)
+    same = ("reward_first", "reward_last", "reward_mean", "staleness_max", "utilisation/learner")
+    assert {key: ended[key] for key in same} == {key: summary[key] for key in same}
+    assert ended["buffer"]["buffer/trained"] == summary["buffer"]["buffer/trained"]
+    assert ended["accuracy_end"] is not None
+    assert records(run_dir) == found and (run_dir / "model" / "model.safetensors").is_file()
 
 
 def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Path, tmp_path: Path) -> None:
@@ -101,18 +114,6 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
     ratios = {path.name for path in (run_dir / FOLDER).iterdir()}
     expected_files = {f"step_{step}.rank_0.npz" for step in range(1, 7)}
     assert ratios == expected_files | {f"step_{step}.rank_1.npz" for step in (4, 5, 6)}
-    newest = changed(resumed, run={"resume": run_dir})
-    with pytest.raises(ConfigError, match=r"^run\.steps "):
-        run(newest)
-    (run_dir / "summary.json").unlink()  # as if the run had been killed after its last step, while its model was saved
-    shutil.rmtree(run_dir / "model")
-    ended = run(changed(newest, eval={"num_prompts": 4}))
-    assert (ended["steps"], ended["resumes"], "ended" in ended) == (6, 2, False)
-    same = ("reward_first", "reward_last", "reward_mean", "staleness_max", "utilisation/learner")
-    assert {key: ended[key] for key in same} == {key: summary[key] for key in same}
-    assert ended["buffer"]["buffer/trained"] == summary["buffer"]["buffer/trained"]
-    assert ended["accuracy_end"] is not None
-    assert records(run_dir) == got and (run_dir / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.nightly

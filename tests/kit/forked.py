@@ -14,8 +14,8 @@ from typing import Any
 import torch.multiprocessing as mp
 
 IMPORTED = [
-    "learner.loop.updater", "learner.loop.pusher", "rollout_server.engines.hf.engine", "torch.distributed.fsdp",
-    "transformers.models.qwen2.modeling_qwen2",
+    "benchmarks.weight_receiver", "learner.loop.updater", "learner.loop.pusher", "rollout_server.engines.hf.engine",
+    "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2",
 ]  # fmt: skip
 
 

@@ -1,10 +1,9 @@
-"""Measured stages, the workload fitted to them, what the simulator predicts, and the answers of `async-rl plan`."""
+"""Measured stages, the workload fitted to them, predictions of steps, and the answers of `async-rl plan`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from async_rl.tools.sweeps.plan import (
 from async_rl.tools.sweeps.report import prediction
 from async_rl.tools.sweeps.results import read_runs
 from async_rl.tools.sweeps.settings import recommendation, settings_of
-from buffer.simulate import Workload, simulate
+from buffer.simulate import Workload
 from tests.kit.sweeps import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
@@ -41,15 +40,6 @@ def plan(options: str, folder: Path | None = None) -> str:
     parser = argparse.ArgumentParser()
     add_sweeps(partial(add_command, parser.add_subparsers()), lambda command: None)
     return answer(parser.parse_args(["plan", *([str(folder)] if folder else []), *options.split()]))
-
-
-def test_the_examples_in_the_help_are_understood() -> None:
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers()
-    add_sweeps(partial(add_command, commands), lambda command: None)
-    for name in ("report", "plan"):
-        (example,) = re.findall(r"example: async-rl (.+)", commands.choices[name].description or "")
-        parser.parse_args(example.split())
 
 
 def rows(text: str) -> dict[int, list[str]]:
@@ -145,51 +135,6 @@ def test_runs_of_one_step_are_left_out_of_a_plan_and_refused_alone(tmp_path: Pat
     with pytest.raises(ConfigError, match=str(folder)):
         plan("", folder)
 
-STEADY = Workload(
-    concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0
-)  # fmt: skip
-"""60 s of generation, 40 s of learning."""
-
-
-def test_simulation_of_a_60_40_split() -> None:
-    """In turn the learner works 40 s of 100; overlapped, generation is the bottleneck: 40 s of 60."""
-    at_0, at_1 = simulate(STEADY, 0, 150), simulate(STEADY, 1, 150)
-    assert (at_0.step_s, at_0.utilisation, at_0.rollout) == pytest.approx((100, 0.4, 0.6), rel=0.02)
-    assert (at_1.step_s, at_1.utilisation, at_1.rollout) == pytest.approx((60, 2 / 3, 1.0), rel=0.02)
-    assert at_0.mean_staleness == 0.0
-    assert at_1.mean_staleness == pytest.approx(1.0, rel=0.02)
-
-
-def test_staleness_of_a_small_engine_stays_below_the_bound() -> None:
-    """algorithms.md D2's generation-bound twin: mean staleness sticks at 0.7 whatever the bound."""
-    twin = Workload(
-        concurrency=16, prompts_per_step=32, train_s=1.5, sync_s=0.15, group_mean_s=3.65, group_cv=0.2
-    )  # fmt: skip
-    assert simulate(twin, 8, 150).mean_staleness == pytest.approx(0.7, abs=0.1)
-
-
-def test_a_full_engine_gives_the_same_throughput_at_every_load() -> None:
-    """load_s = group_mean_s: 32 groups alone take 32 * 0.1 s, 64 at once twice as long."""
-    full = Workload(
-        concurrency=64, prompts_per_step=32, train_s=1.0, sync_s=0.0, group_mean_s=0.1, load_s=0.1, group_cv=0.0
-    )  # fmt: skip
-    assert simulate(full, 0, 20).step_s == pytest.approx(4.2)
-    assert simulate(full, 1, 400).step_s == pytest.approx(3.2, rel=0.02)
-
-
-def test_the_simulated_rollout_pool_is_busy_while_a_group_is_in_flight() -> None:
-    result = simulate(dataclasses.replace(STEADY, sync_s=5.0), 0, 50)
-    assert result.step_s == pytest.approx(105)
-    assert result.rollout == pytest.approx(60 / 105)
-    assert result.in_flight == pytest.approx(60 / 105)  # all 64 until the end of the batch
-
-
-def test_dropped_groups_are_generated_all_the_same() -> None:
-    full = Workload(
-        concurrency=64, prompts_per_step=32, train_s=0.0, sync_s=0.0, group_mean_s=0.1, load_s=0.1, group_cv=0.0,
-        failed=0.5,
-    )  # fmt: skip
-    assert simulate(full, 1, 400).step_s == pytest.approx(6.4, rel=0.05)
 
 
 def stage(together: float, group_s: float, pushes: float = 1.0) -> Stages:
@@ -219,43 +164,6 @@ def test_the_work_conserving_bound_is_in_turn_at_0_and_the_slower_pool_above(
     assert work_conserving_bound(found, 0) == pytest.approx(5 / in_turn_s)
     assert work_conserving_bound(found, 4) == pytest.approx(5 / slower_s)
 
-ROOMY = dataclasses.replace(STEADY, concurrency=128)
-
-
-def test_with_a_push_every_other_step_a_round_has_two_trainings_on_it() -> None:
-    """At bound 1 both batches start at a push: 60 s of generation, 2 * 40 of training, 10 of pushing, for 2 steps."""
-    workload = dataclasses.replace(ROOMY, sync_s=10.0, every_steps=2)
-    assert simulate(workload, 1, 150).step_s == pytest.approx(75, rel=0.01)
-
-
-def test_a_push_that_drains_waits_for_the_groups_in_flight() -> None:
-    """In place, two batches share a round of 60 + 40 s. With drain, the batch that started at a push is what the next
-    push waits for.
-    """
-    assert simulate(ROOMY, 1, 150).step_s == pytest.approx(50, rel=0.01)
-    assert simulate(dataclasses.replace(ROOMY, drain=True), 1, 150).step_s == pytest.approx(60, rel=0.01)
-
-
-def test_groups_used_twice_halve_the_step_of_a_slow_rollout_pool() -> None:
-    slow = dataclasses.replace(STEADY, train_s=1.0)
-    assert simulate(slow, 4, 150).step_s == pytest.approx(60, rel=0.01)
-    twice = dataclasses.replace(slow, max_uses=2, fresh_fraction=0.5)
-    assert simulate(twice, 4, 150).step_s == pytest.approx(30, rel=0.02)
-
-
-def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
-    """Two batches of 64 between pushes need 128 slots, which bound 1 has. Of 32 fresh ones bound 3 has as many."""
-    every_other = dataclasses.replace(STEADY, every_steps=2)
-    used_again = {"max_uses": 2, "fresh_fraction": 0.5}
-    for workload, depth in (
-        (every_other, 1), (dataclasses.replace(every_other, **used_again), 3),
-        (dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9), 1), (STEADY, 0),
-    ):
-        assert workload.slot_limits.smallest_depth == depth
-    with pytest.raises(ConfigError, match=r"^staleness\.depth .*every_steps 2, got 0"):
-        simulate(every_other, 0, 10)
-
-
 def test_evaluation_while_no_group_is_in_flight_changes_no_prediction(tmp_path: Path) -> None:
     """Beside groups it is in what they take; else in time that nobody else needs."""
     sweep = make_sweep(tmp_path, (0, 1), seeds=1)
@@ -264,12 +172,7 @@ def test_evaluation_while_no_group_is_in_flight_changes_no_prediction(tmp_path: 
         run.summary["utilisation/rollout/eval"] = 0.1
     assert compare(settings_of(evaluating)) == compare(settings_of(without))
 
-HEAVY_TAILS = Workload()
-
-DROP = dataclasses.replace(HEAVY_TAILS, late="drop")
-
-
-@pytest.mark.parametrize(("workload", "learner"), [(HEAVY_TAILS, 0.37), (DROP, 0.76)])
+@pytest.mark.parametrize(("workload", "learner"), [(Workload(), 0.37), (Workload(late="drop"), 0.76)])
 def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload: Workload, learner: float) -> None:
     """The values are for bound 1; tests/buffer/test_dropping.py also finds .76 with dropped groups."""
     sizes = ("rollout.max_groups_in_flight=64", "learner.prompts_per_step=64", f"staleness.on_late={workload.late}")
@@ -277,18 +180,6 @@ def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload:
     at_1 = compare(settings_of(read_runs(sweep)))[0]
     assert at_1.predicted is not None
     assert at_1.predicted.utilisation == pytest.approx(learner, abs=0.04)
-
-
-def test_every_policy_for_late_groups_keeps_the_bound() -> None:
-    """With long tails the learner waits, unless late groups are dropped or their old tokens are masked."""
-    for bound in (0, 1, 3):
-        wait, drop, mask = (
-            simulate(dataclasses.replace(HEAVY_TAILS, late=late), bound, 60)  # type: ignore[arg-type]
-            for late in ("wait", "drop", "mask")
-        )
-        assert [found.max_staleness for found in (wait, drop, mask)] == [bound] * 3
-        assert wait.dropped == mask.dropped == 0 < drop.dropped + (bound == 0)
-        assert (min(drop.utilisation, mask.utilisation) > 1.2 * wait.utilisation) == (bound > 0)
 
 
 def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:

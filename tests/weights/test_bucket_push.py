@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from async_rl.base.weights.broadcast import BroadcastTransport, open_gloo
-from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import make_config
+from tests.kit.engines.forked_receiver import ForkedReceiver
 from tests.kit.publishers import publisher_for
 
 pytestmark = pytest.mark.processes
@@ -24,19 +24,19 @@ CONFIG = make_config(rollout={"engine": "hf"}, weight_sync={"bucket_bytes": 4 * 
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[ReceiverProcess]:
+def receiver() -> Iterator[ForkedReceiver]:
     """A receiver of 32 tensors of 1 MB each, which fill eight buckets."""
-    with ReceiverProcess(num_tensors=32, config=CONFIG) as receiver:
+    with ForkedReceiver(num_tensors=32, config=CONFIG) as receiver:
         yield receiver
 
 
-def gathered(receiver: ReceiverProcess, value: float) -> Iterator[tuple[str, Tensor]]:
+def gathered(receiver: ForkedReceiver, value: float) -> Iterator[tuple[str, Tensor]]:
     """Create each tensor when it is requested, like a gather of a sharded parameter."""
     for name in receiver.names:
         yield name, torch.full((512, 512), value)
 
 
-def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: ReceiverProcess) -> None:
+def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: ForkedReceiver) -> None:
     publisher = publisher_for(CONFIG, [receiver.url], open_gloo)
     publisher.connect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -51,7 +51,7 @@ def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: Rece
     assert 8 * MB <= peak_bytes <= 10 * MB + 2**16
 
 
-def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverProcess) -> None:
+def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ForkedReceiver) -> None:
     next_began = [threading.Event() for _ in range(9)]
 
     class EventTransport(BroadcastTransport):
@@ -75,7 +75,7 @@ def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverPr
     assert receiver.checksum() == 3.0 * 32 * MB / 4
 
 
-def test_a_push_that_breaks_off_overwrites_no_weights_in_use(receiver: ReceiverProcess) -> None:
+def test_a_push_that_breaks_off_overwrites_no_weights_in_use(receiver: ForkedReceiver) -> None:
     publisher = publisher_for(CONFIG, [receiver.url], open_gloo)
 
     def breaking_off() -> Iterator[tuple[str, Tensor]]:

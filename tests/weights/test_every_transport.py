@@ -5,7 +5,6 @@ No push goes to a group or a base of a process that died: the members name the i
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from async_rl.base.errors import WeightSyncError
 from async_rl.base.weights import PushState, open_publisher
 from async_rl.base.weights.server_admin import Bucket
 from async_rl.base.weights.transport import unpack
-from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import changed
+from tests.kit.engines.forked_receiver import ForkedReceiver
 from tests.kit.publishers import CONFIG, CPU, OBJECT_ENGINE, names, url_of
 
 NUM_TENSORS = 4
@@ -41,10 +40,7 @@ PROCESSES: dict[str, dict[str, Any]] = {
 """The settings of weight_sync by which servers of the hf engine get weights, in processes of their own."""
 
 
-def ways(*of_processes: str) -> list[Any]:
-    """All ways; those of PROCESSES that are not named are nightly."""
-    marks = {way: [pytest.mark.processes, *([] if way in of_processes else [pytest.mark.nightly])] for way in PROCESSES}
-    return [*OBJECTS, *(pytest.param(way, marks=of_way) for way, of_way in marks.items())]
+WAYS = [*OBJECTS, *(pytest.param(way, marks=pytest.mark.processes) for way in PROCESSES)]
 
 
 class ObjectReceiver:
@@ -102,7 +98,7 @@ class ObjectReceiver:
         pass
 
 
-Receiver = ObjectReceiver | ReceiverProcess
+Receiver = ObjectReceiver | ForkedReceiver
 
 
 class Pushes:
@@ -122,7 +118,8 @@ class Pushes:
     def _receiver(self, url: str = "") -> Receiver:
         if self.way in OBJECTS:
             return ObjectReceiver(url)
-        return ReceiverProcess(NUM_TENSORS, self.config, port=int(url.rpartition(":")[2]) if url else 0)
+        port = int(url.rpartition(":")[2]) if url else 0
+        return ForkedReceiver(NUM_TENSORS, self.config, port)
 
     def push(self, version: int, kill_within: int | None = None) -> None:
         """Push tensors that hold `version`; with `kill_within` that server dies when half of them are gathered."""
@@ -150,8 +147,7 @@ class Pushes:
         if isinstance(receiver, ObjectReceiver):
             receiver.is_alive = False
         else:
-            receiver.process.send_signal(signal.SIGKILL)
-            receiver.process.wait()
+            receiver.kill()
 
     def start_again(self, number: int, *, same_url: bool) -> Receiver:
         self.receivers.append(self._receiver(self.receivers[number].url if same_url else ""))
@@ -183,8 +179,7 @@ def serves(receiver: Receiver, version: int) -> bool:
     return (receiver.version(), receiver.checksum()) == (version, NUM_TENSORS * 512 * 512 * float(version))
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("pushes", ways(), indirect=True)
+@pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_every_server_serves_each_version_whole(pushes: Pushes) -> None:
     for version in (1, 2, 3):
         pushes.push(version)
@@ -192,8 +187,7 @@ def test_every_server_serves_each_version_whole(pushes: Pushes) -> None:
     assert (pushes.repeats, pushes.lost) == (0, [])
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("pushes", ways("gloo"), indirect=True)
+@pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_the_driver_reports_a_death_between_two_pushes(pushes: Pushes) -> None:
     pushes.kill(1)
     pushes.members.leave("rollout/1")
@@ -206,9 +200,8 @@ def test_the_driver_reports_a_death_between_two_pushes(pushes: Pushes) -> None:
     assert serves(pushes.receivers[0], 3) and serves(again, 3)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("same_url", [False, True])
-@pytest.mark.parametrize("pushes", ways("gloo"), indirect=True)
+@pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_a_successor_has_joined_before_the_next_push(pushes: Pushes, same_url: bool) -> None:
     pushes.kill(1)
     pushes.members.leave("rollout/1")
@@ -219,20 +212,17 @@ def test_a_successor_has_joined_before_the_next_push(pushes: Pushes, same_url: b
     assert (pushes.repeats, pushes.lost) == (0, [])
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("pushes", ways("gloo"), indirect=True)
+@pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_a_successor_answers_at_the_same_url_before_anybody_knows_of_the_death(pushes: Pushes) -> None:
     pushes.kill(1)
     again = pushes.start_again(1, same_url=True)
     pushes.push(2)
     assert serves(pushes.receivers[0], 2) and serves(again, 2)
-    is_broken = "gloo" in pushes.way or "delta" in pushes.way
-    assert pushes.repeats == is_broken, "a group breaks, and a successor has no base for changes"
+    assert pushes.repeats == ("gloo" in pushes.way), "a group breaks"
     assert pushes.lost == []
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("pushes", ways("gloo", "gloo staged"), indirect=True)
+@pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_a_death_within_a_push_costs_that_server_alone(pushes: Pushes) -> None:
     again = pushes.start_again(1, same_url=False)
     joined = pushes.members.add("rollout/2", again.url)

@@ -15,8 +15,8 @@ from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.network import authorization
 from async_rl.base.weights.broadcast import BroadcastTransport, open_gloo
-from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import changed
+from tests.kit.engines.forked_receiver import ForkedReceiver
 from tests.kit.publishers import CONFIG, AcceptingHandler, names, publisher_for
 
 DEAD = "http://127.0.0.1:9"
@@ -77,7 +77,7 @@ def test_a_live_server_that_requires_the_api_key_is_not_lost(
 @pytest.mark.processes
 def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
     """A server of rollout.server_url would otherwise keep a group of every run."""
-    with ReceiverProcess(num_tensors=1, config=CONFIG) as receiver:
+    with ForkedReceiver(num_tensors=1, config=CONFIG) as receiver:
         publisher = publisher_for(changed(CONFIG, rollout={"server_url": receiver.url}), [receiver.url], open_gloo)
         publisher.push([(receiver.names[0], torch.ones(512, 512))], 1)
         assert isinstance(publisher.transport, BroadcastTransport)

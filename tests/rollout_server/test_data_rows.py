@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_rl.base.config import BufferConfig, Config, TaskConfig
-from async_rl.base.errors import RewardError
 from async_rl.cli import main
 from buffer.journal.journal import FILE_NAME
 from rollout_server.episodes.conversation.messages import Message, user
@@ -84,24 +83,6 @@ def test_a_prompt_knows_its_row_though_rows_are_shuffled_and_long_ones_left_out(
     assert prompts[0].origin == f"row {prompts[0].data_row} of {config.task.path}"
 
 
-@pytest.mark.parametrize(
-    ("task", "origin"),
-    [
-        (TaskConfig(env="rollout_server.episodes.environments.guess:Guess", size=9), "episode {} of rollout_server."),
-        (TaskConfig(name="reasoning_gym/chain_sum", size=9), "question {} of reasoning_gym/chain_sum"),
-    ],
-)
-def test_other_tasks_number_their_questions(task: TaskConfig, origin: str) -> None:
-    opened = open_task(worker_config(task=task, eval=worker_config().eval), TOKENIZER)
-    prompts = [opened.prompt(index) for index in range(9)]
-    assert sorted(prompt.data_row for prompt in prompts) == list(range(9)) != [prompt.data_row for prompt in prompts]
-    assert all(prompt.origin.startswith(origin.format(prompt.data_row)) for prompt in prompts)
-    held_out = opened.eval_prompts()[1]
-    assert held_out.data_row == 1 and held_out.origin.startswith(
-        f"episode {held_out.question.ground_truth} of" if task.env else "held-out question 1 of"
-    )
-
-
 @pytest.mark.filterwarnings("ignore:task.eval_path is not set")
 def test_errors_lead_back_to_their_rows(config: Config) -> None:
     _, reports, *_ = rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward, steps=2)
@@ -125,14 +106,3 @@ def test_errors_lead_back_to_their_rows(config: Config) -> None:
     assert {row["group_id"]: row["data_row"] for row in exported}.items() <= rows.items()
     assert {row["data_row"] for row in exported if row["left_out"]} == {FAILS_AT_TIMES}
     assert {error for row in exported for error in row["left_out"]} == {left_out}
-
-
-@pytest.mark.filterwarnings("ignore:task.eval_path is not set")
-def test_the_end_of_a_run_names_the_row_that_failed_last(config: Config) -> None:
-    Path(config.task.path).write_text(json.dumps({
-        "data_source": "shop", "prompt": [{"role": "user", "content": "fails"}],
-        "reward_model": {"style": "rule", "ground_truth": ""},
-    }))  # fmt: skip
-    config = changed(config, timeouts={"batch_s": 2})
-    with pytest.raises(RewardError, match=rf"^9 .*row 0 of {config.task.path}"):
-        rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward)

@@ -10,7 +10,6 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.messages.reports import EvaluationDone, WorkerReport
 from async_rl.base.telemetry.metrics import reduce_metrics
-from async_rl.base.telemetry.timeline import Usage
 from rollout_server.engines.base import Purpose
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
@@ -68,19 +67,3 @@ def test_the_parts_of_an_evaluation_have_the_prompts_seeds_and_metrics_of_the_wh
 
     assert asked(split.requests) == asked(engine.requests) and len(engine.requests) == 6
     assert {request.purpose for request in split.requests} == {Purpose.EVALUATION}
-
-
-def test_a_part_without_prompts_reports_nothing_and_changes_no_mean() -> None:
-    config = with_eval_server(worker_config())
-    (first, second), _, _ = evaluated(changed(config, eval={"num_prompts": 1}), [(0, 2), (1, 2)])
-    assert second.metrics == () and reduce_metrics((*first.metrics, *second.metrics)) == reduce_metrics(first.metrics)
-
-
-def test_an_evaluation_server_reports_its_time_and_no_groups() -> None:
-    (result,), reports, _ = evaluated(with_eval_server(worker_config()), [(0, 1)])
-    spans = [*result.spans, *(span for report in reports for span in report.spans)]
-    assert {span.pool for span in spans} == {"eval/0"}
-    start_s, end_s = min(span.start_s for span in spans), max(span.end_s for span in spans)
-    shares = Usage().add(spans, (), start_s, end_s).shares()["eval/0"]
-    assert shares["busy"] > 0 and shares["busy"] + shares["wait_weights"] == pytest.approx(1)
-    assert not [m.key for report in reports for m in report.metrics if m.key.startswith("rollout/")]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.base.config import Config, EvalConfig
-from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.errors import RewardError
 from async_rl.base.telemetry.metrics import reduce_metrics
 from async_rl.base.types import Prompt
 from async_rl.cli import main
@@ -28,7 +27,6 @@ from rollout_server.worker.scored_player import (
     pass_at_k,
     reward_metrics,
     source_metrics,
-    version_metrics,
 )
 from rollout_server.worker.worker_stats import WorkerStats
 from tests.kit.configs import changed, worker_config
@@ -78,16 +76,6 @@ def test_accuracy_and_the_means_of_right_and_wrong_answers_give_the_mean_reward(
     assert told == pytest.approx(sum(answer or 0 for answer in answers) / len(answers))
 
 
-def test_what_counts_as_right_is_a_setting() -> None:
-    rewards = [[0.5, 0.8], [None, 1.2]]
-    partial = EvalConfig(samples_per_prompt=2, correct_threshold=0.8)
-    assert reduce_metrics(at_k_metrics(rewards, partial))["eval/avg_at_2"] == 0.5
-    assert reduce_metrics(at_k_metrics(rewards, EvalConfig(samples_per_prompt=2)))["eval/avg_at_2"] == 0.25
-    assert reduce_metrics(source_metrics("ab", rewards, set("ab"), partial)) == {
-        "eval/accuracy/a": 0.5, "eval/reward_on/a": 0.65, "eval/accuracy/b": 0.5, "eval/reward_on/b": 0.6
-    }
-
-
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
@@ -128,25 +116,6 @@ def evaluated(config: Config, gold: GoldRewards | None) -> dict[str, float]:
     return reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
 
 
-@pytest.mark.parametrize("has_answers", [True, False])
-def test_the_mean_length_leaves_out_answers_of_which_none_is_known(has_answers: bool) -> None:
-    """Answers of 1 token, 1 token and 2 tokens in two rows; a failed one; and two of a prompt whose reward failed."""
-
-    async def answer(request: GenerationRequest) -> list[Episode]:
-        if request.prompt.index == 2 or not has_answers:
-            raise RewardError("broken")
-        rows = [(ROW,), (ROW,)] if request.prompt.index == 0 else [(ROW, ROW), ()]
-        return [Episode(rows=each, answer="x", end="done" if each else "failed") for each in rows]
-
-    config = changed(worker_config(), eval={"num_prompts": 3, "samples_per_prompt": 2})
-    evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
-    found = reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
-    if has_answers:
-        assert found["eval/response_length"] == pytest.approx(4 / 3) and found["eval/failed"] == 3
-    else:
-        assert "eval/response_length" not in found and (found["eval/accuracy"], found["eval/failed"]) == (0, 6)
-
-
 def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> None:
     gold = iter([0.0, 1.0, 2.0, None])
 
@@ -175,16 +144,6 @@ def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones()
     assert "eval/gold" in (found := evaluated(mixed, score)) and "eval/proxy" not in found
 
 
-def test_several_greedy_answers_to_a_prompt_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^eval\.samples_per_prompt .*4"):
-        EvalConfig(temperature=0, samples_per_prompt=4)
-
-
-def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:
-    versions = [np.array([3, 3, 4], np.int32), np.array([5], np.int32)]
-    assert reduce_metrics(version_metrics(versions)) == {"eval/oldest_version": 3, "eval/newest_version": 5}
-
-
 def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,32 +161,8 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
         "accuracy", "reward", "reward_of_wrong", "response_length",
         "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
     }
-    for overrides, keys in (
-        (["eval.temperature=0.6", "eval.top_p=0.95", "eval.samples_per_prompt=8"], {"eval/avg_at_8", "eval/pass_at_4"}),
-        (["eval.temperature=0", "eval.samples_per_prompt=1"], {"eval/accuracy"}),
-    ):
-        assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=4", *overrides]) == 0
-        assert keys <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path / "model")]) == 2
     assert f"{tmp_path}/config.yaml" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nowhere")]) == 2
     assert f"{tmp_path}/nowhere" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_the_eval_command_says_why_answers_failed_and_starts_no_folder_of_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
-    agent = {"agent": "tests.kit.episodes.example_agents:fail", "agent_python": sys.executable}
-    config = {
-        "run": {"name": "later", "dir": str(tmp_path)}, "model": {"path": "elsewhere"},
-        "task": {"name": "reasoning_gym/spell_backward", "params": {"max_word_len": 5}, **agent},
-        "rollout": {"engine": "hf", "max_response_tokens": 4},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=2"]) == 0
-    (note,) = [record.message for record in caplog.records if record.name == "rollout_server.worker.eval_command"]
-    assert note.startswith("rollout/0: ") and "KeyError" in note
-    assert not (tmp_path / "later").exists()

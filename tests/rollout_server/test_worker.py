@@ -2,19 +2,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.base.errors import RewardError
+from async_rl.base.config import StalenessConfig, TaskConfig
+from async_rl.base.errors import ProcessDiedError, RewardError, WaitTimeoutError
 from async_rl.base.telemetry.metrics import reduce_metrics
-from async_rl.base.telemetry.timeline import Usage
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
+from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
@@ -160,29 +162,14 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
     assert len({request.group_id for request in asked}) == 6
 
 
-def test_the_workers_spans_leave_no_gap() -> None:
-    _, reports, _, _ = rolled_out(worker_config(), EchoEngine(), lambda question, text: 1.0, steps=2)
-    spans = [span for report in reports for span in report.spans]
-    assert {span.pool for span in spans} == {"rollout/0"}
-    start_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
-    parts = Usage().add(spans, (), start_s, end_s).shares()["rollout/0"]
-    assert parts["other"] < 1e-6
-    assert parts["busy"] > 0 and parts["wait_weights"] > 0
-    assert sum(parts.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("advantage", ["remax", "grpo"])
-def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage: Any) -> None:
-    config = worker_config(algorithm={"advantage": advantage})
+def test_remax_asks_for_a_greedy_answer_to_each_prompt() -> None:
+    config = worker_config(algorithm={"advantage": "remax"})
     engine = EchoEngine()
     (batch,), *_ = rolled_out(config, engine, lambda question, response: SCORED)
     greedy = [request for request in engine.requests if request.temperature < 0.01]
-    assert [group.baseline_reward for group in batch.groups] == [SCORED if advantage == "remax" else None] * 4
-    assert {request.prompt.index for request in greedy} >= (
-        {group.prompt_index for group in batch.groups} if advantage == "remax" else set()
-    )
+    assert [group.baseline_reward for group in batch.groups] == [SCORED] * 4
+    assert {request.prompt.index for request in greedy} >= {group.prompt_index for group in batch.groups}
     assert all(request.n == 1 and request.purpose is Purpose.BASELINE for request in greedy)
-    assert advantage == "remax" or not greedy
     assert all(len(group.rows) == 3 for group in batch.groups)
 
 
@@ -221,15 +208,82 @@ def test_a_group_that_fails_leaves_no_episode_and_no_greedy_answer_running(hangs
     assert num_ended == 1 and 0 not in {group.group_id for group in batch.groups}
 
 
-def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_pruned(tmp_path: Path) -> None:
-    config = changed(worker_config(), run={"resume": tmp_path / "removed"})
+def test_the_worker_ends_a_reply_at_a_stop_text_where_the_engine_samples_on() -> None:
+    config = changed(worker_config(), rollout={"stop": ("b",)})
+    task = open_task(config, TOKENIZER)
+    prompt = replace(task.prompt(0), question=Question(messages=(), ground_truth="abcd"))
 
     async def play() -> list[Episode]:
-        task = open_task(config, TOKENIZER)
         player = ScoredPlayer(config, 0, EchoEngine(), task, [plain_reward(config, lambda *_: SCORED)], TOKENIZER)
         try:
-            return await player.play(request_for(0, prompt=task.prompt(0), n=3))
+            return await player.play(request_for(0, prompt=prompt, n=1))
         finally:
             await player.aclose()
 
-    assert [episode.reward for episode in asyncio.run(play())] == [SCORED] * 3
+    (episode,) = asyncio.run(play())
+    (row,) = episode.rows
+    assert TOKENIZER.decode(row.tokens[row.mask]) == "ab" and row.finish_reason == "stop"
+
+
+def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
+    class DyingEngine(EchoEngine):
+        async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+            raise ProcessDiedError("rollout/0: the server ended with code -9")
+
+    config = worker_config(timeouts={"batch_s": 1})
+    with pytest.raises(ProcessDiedError, match="code -9"):
+        rolled_out(config, DyingEngine(), lambda question, text: 1.0)
+
+
+def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
+    class SilentEngine(EchoEngine):
+        async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+            await asyncio.sleep(60)
+            return []
+
+    config = worker_config(timeouts={"generate_s": 0.2, "batch_s": 1})
+    with pytest.raises(WaitTimeoutError, match=r"^rollout/0 .*training-"):
+        rolled_out(config, SilentEngine(), lambda question, text: 1.0)
+
+
+class SlowOnceEngine(EchoEngine):
+    """Never answers the first group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled: list[int] = []
+
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+        if request.group_id == 0:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                self.cancelled.append(request.group_id)
+                raise
+        return await super().generate(request)
+
+
+def test_a_dropped_group_is_cancelled_at_the_engine_and_its_prompt_is_granted_again() -> None:
+    config = worker_config()
+    config = replace(config, staleness=StalenessConfig(max=1, on_late="drop"))
+    engine = SlowOnceEngine()
+    batches, _, server, _ = rolled_out(config, engine, lambda *_: SCORED, steps=4)
+    assert engine.cancelled == [0]
+    assert server.counters()["buffer/dropped_late"] == 1
+    again = [request for request in engine.requests if request.prompt.index == 0]
+    assert len(again) == 1 and again[0].group_id > 0  # its first request was never answered
+    assert all(0 not in [group.group_id for group in batch.groups] for batch in batches)
+
+
+TASK = {"name": "tests.extensions.task:Additions", "max_prompt_tokens": 40}
+REWARD = {"reward": "tests.extensions.reward:answer_length"}
+
+
+@pytest.mark.parametrize("reward", [{}, REWARD])
+def test_a_worker_rolls_out_an_outside_task_and_scores_it(reward: dict[str, str]) -> None:
+    config = worker_config(task=TaskConfig(**TASK, **reward))
+    task = open_task(config, TOKENIZER)
+    (batch,), *_ = rolled_out(config, EchoEngine(), open_rewards(config, task))
+    for group in batch.groups:
+        answer = task.prompt(group.prompt_index).question.ground_truth
+        assert [row.reward for row in group.rows] == [len(answer) if reward else 1] * 3

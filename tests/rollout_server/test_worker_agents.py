@@ -42,27 +42,10 @@ def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tm
     assert "`error`" in note and "KeyError: 'plum', at " in note and "envs_and_agents.py:" in note
 
 
-def test_the_replies_that_kept_rows_share_are_trained_in_the_first_of_them(tmp_path: Path) -> None:
-    config = changed(agent_config("fork", tmp_path), rollout={"max_rows": 2})
-    (batch,), reports, *_ = rolled_out(config, engine(), no_reward)
-    for group in batch.groups:
-        assert [len(row.turn_ends) for row in group.rows] == [2, 1] * len(group.episodes)
-        assert group.episode_rewards == [1.0] * len(group.episodes)
-    assert metric_values(reports)["episode/dropped_rows"] >= len(batch.groups)
-
-
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
     config = agent_config("break_always", tmp_path)
     with pytest.raises(RewardError, match=r"8 groups .*100%.*KeyError: 'plum', at .*envs_and_agents\.py:\d+$"):
         rolled_out(changed(config, timeouts={"batch_s": 3}), engine(), no_reward, steps=99)
-
-
-def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answer(tmp_path: Path) -> None:
-    config = agent_config("fall_silent", tmp_path)
-    config = changed(config, timeouts={"turn_s": 1})
-    _, reports, *_ = rolled_out(config, engine(), no_reward, steps=2)
-    (note,) = [note for report in reports for note in report.notes if "in a row" in note]
-    assert "episode/end_timeout" in note and note.endswith("(timeouts.turn_s)")
 
 
 def test_the_status_shows_the_agents_that_have_a_place_and_not_those_that_wait(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +11,14 @@ import numpy as np
 import pytest
 
 from async_rl.base.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
-from async_rl.base.errors import ConfigError, RewardError
 from async_rl.base.types import Group
 from buffer.client import LearnerClient
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.scored_player import ScoredPlayer
 from rollout_server.worker.worker import Worker
-from rollout_server.worker.worker_stats import EpisodeLog
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow
@@ -83,21 +79,6 @@ def test_named_rewards_are_added_to_those_of_an_environment(config: Config) -> N
         assert [row.rewards["env"] for row in group.rows] == [0.0, 1.0, 1.0]
 
 
-def test_held_out_episodes_count_in_no_metric_of_the_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-    add = EpisodeLog.add
-
-    def look(log: EpisodeLog, episodes: Sequence[Episode], origin: str, *, are_trained: bool) -> None:
-        seen.add((len(episodes), are_trained))
-        add(log, episodes, origin, are_trained=are_trained)
-
-    monkeypatch.setattr(EpisodeLog, "add", look)
-    rolled_out(
-        config, TalkingEngine(follow), no_reward, beside=lambda worker: worker.player.evaluate(0, beside_training=True)
-    )
-    assert seen == {(config.rollout.group_size, True), (config.eval.samples_per_prompt, False)}
-
-
 def test_the_first_turn_of_a_group_is_one_request_and_the_rest_go_on_alone(config: Config) -> None:
     engine = TalkingEngine(follow)
     batches, *_ = rolled_out(config, engine, no_reward, steps=1)
@@ -131,12 +112,6 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
     assert server.counters()["buffer/dropped_failed"] >= 1
 
 
-def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
-    broken = changed(config, task={"env": f"{CASES}:AlwaysRaises", "params": {}}, timeouts={"batch_s": 1})
-    with pytest.raises(RewardError, match=r"^5 groups .*KeyError"):
-        rolled_out(broken, TalkingEngine(follow), no_reward)
-
-
 def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) -> None:
     task = TaskConfig(
         name="reasoning_gym/spell_backward", agent=f"{CASES}:solve", size=50, max_prompt_tokens=64, max_failures=5
@@ -154,22 +129,6 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
     assert values["endpoint/requests"] >= 2 * values["rollout/rows"] > 0
     notes = [note for report in reports for note in report.notes]
     assert sum("temperature" in note for note in notes) == 1
-
-
-def test_an_agents_python_that_is_not_there_is_refused(config: Config) -> None:
-    task = replace(config.task, env="", agent=f"{CASES}:solve", agent_python="/nowhere/python", name="reasoning_gym/x")
-    with pytest.raises(ConfigError, match=r"^task\.agent_python .*/nowhere/python"):
-        MultiTurnPlayer(replace(config, task=task), TOKENIZER, no_reward, "", Path("log"))
-
-
-def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: Config) -> None:
-    engine = TalkingEngine(follow)
-    *_, report = rolled_out(
-        replace(config, staleness=StalenessConfig(max=1)), engine, no_reward,
-        beside=lambda worker: worker.player.evaluate(7, beside_training=False),
-    )
-    values = {metric.key: metric.value for metric in report.metrics}
-    assert values["eval/accuracy"] == 1 and values["eval/failed"] == 0  # two answers a question: none is wrong
 
 
 def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from async_rl.base.config import TaskConfig
 from async_rl.base.errors import NothingToLearnError
 from rollout_server.question import Question
 from tests.kit.configs import changed, worker_config
@@ -34,11 +32,6 @@ def flat_notes(reward: Callable[..., Any], **changes: Any) -> list[str]:
     return [note for report in reports for note in report.notes]
 
 
-def test_groups_without_a_difference_in_reward_are_told_with_an_answer() -> None:
-    (note,) = flat_notes(lambda question, text: 0.0)
-    assert note.startswith("rollout/0: 8 groups") and note.count(" 0%") == 2 and re.search(r"'\w+'$", note)
-
-
 def test_a_run_of_flat_groups_ends_after_an_epoch_of_them_and_is_told_so_before() -> None:
     config, numbers = changed(worker_config(), algorithm={"filter_zero_variance": True}), itertools.count()
     with pytest.raises(NothingToLearnError, match=r"^5\d groups "):
@@ -46,12 +39,6 @@ def test_a_run_of_flat_groups_ends_after_an_epoch_of_them_and_is_told_so_before(
     _, reports, *_ = rolled_out(config, EchoEngine(), lambda question, text: float(max(0, next(numbers) - 60)))
     (note,) = [note for report in reports for note in report.notes]
     assert " 50 " in note
-
-
-def test_answers_in_which_the_rule_finds_no_number_are_reported() -> None:
-    task = TaskConfig(name="reasoning_gym/spell_backward", size=50, max_prompt_tokens=64, reward="gsm8k")
-    (note,) = flat_notes(lambda question, text: 0.0, task=task)
-    assert " 100% " in note
 
 
 def test_a_difference_in_reward_within_or_between_groups_is_no_flat_reward() -> None:

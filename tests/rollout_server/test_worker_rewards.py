@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from async_rl.base.config import Config, TimeoutsConfig
+from async_rl.base.config import TimeoutsConfig
 from async_rl.base.errors import RewardError
 from async_rl.base.telemetry.metrics import reduce_metrics
-from async_rl.base.telemetry.status import Status
 from rollout_server.question import Question
 from rollout_server.rewards.contract import RewardResult
 from rollout_server.tasks.base import open_task
@@ -34,35 +33,6 @@ def test_rewards_slower_than_the_engine_wait_their_turn_and_fail_no_group() -> N
     batches, reports, server, _ = rolled_out(config, EchoEngine(), [plain_reward(config, slow, concurrency=1)])
     assert len(batches) == 1
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0
-
-
-def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit() -> None:
-    config = worker_config(timeouts=SLOW)
-    statuses = asyncio.run(statuses_of_evaluation(config))
-    scoring = [status for status in statuses if status.doing.startswith("scores")]
-    assert scoring[0].doing == "scores 6 requests" and scoring[0].waits_on == "its reward"
-    # The first: 2 calls of at most 1 s in one thread, after the one that may run: 3 rounds, and twice that.
-    assert scoring[0].limit_s == 6
-    # The last: the same, behind 10 calls of which the thread may have taken one.
-    assert scoring[-1].limit_s in (24, 26)
-
-
-async def statuses_of_evaluation(config: Config) -> list[Status]:
-    def reward(question: Question, text: str) -> float:
-        time.sleep(0.1)
-        return 1.0
-
-    task = open_task(config, TOKENIZER)
-    rewards = [plain_reward(config, reward, concurrency=1)]
-    player = ScoredPlayer(config, 0, EchoEngine(), task, rewards, TOKENIZER)
-    statuses: list[Status] = []
-    evaluation = asyncio.create_task(player.evaluate(0, beside_training=False))
-    while not evaluation.done():
-        await asyncio.sleep(0.01)
-        statuses.append(player.stats.status())
-    await player.aclose()
-    evaluation.result()
-    return statuses
 
 
 def test_answers_without_a_verdict_leave_their_group_and_are_counted() -> None:
@@ -89,12 +59,6 @@ def test_answers_without_a_verdict_leave_their_group_and_are_counted() -> None:
 def test_a_group_in_which_too_few_answers_have_a_verdict_is_dropped_as_failed() -> None:
     config = changed(worker_config(timeouts=ENDS), task={"max_failures": 3})
     with pytest.raises(RewardError, match=r"^3 groups .*the reward task gave no verdict"):
-        rolled_out(config, EchoEngine(), lambda *_: None)
-
-
-def test_a_greedy_answer_without_a_verdict_is_no_baseline_of_zero() -> None:
-    config = changed(worker_config(timeouts=ENDS), task={"max_failures": 2}, algorithm={"advantage": "remax"})
-    with pytest.raises(RewardError, match=r"greedy .*the reward task gave no verdict"):
         rolled_out(config, EchoEngine(), lambda *_: None)
 
 

@@ -52,16 +52,6 @@ def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
     assert (result["eval"], result["busy"], result["wait_weights"]) == (0.4, 0.3, 0.3)
 
 
-def test_an_evaluation_server_is_busy_while_it_evaluates(clock: Clock) -> None:
-    stats = WorkerStats("eval/0")
-    evaluation = stats.evaluating()
-    at(clock, 101, evaluation.__enter__)
-    assert stats.status().doing == "waits for a version to evaluate"
-    at(clock, 108, evaluation.__exit__, None, None, None)
-    result = Usage().add(at(clock, 110, stats.drain_spans), (), 100, 110).shares()["eval/0"]
-    assert (result["busy"], result["wait_weights"], result["eval"]) == (0.7, 0.3, 0.0)
-
-
 def test_the_stats_tell_how_long_groups_took_and_how_many_were_in_flight(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
     at(clock, 100, stats.begin_group, 1)  # alone for 2 s, then two for 2 s: 1.5 on average

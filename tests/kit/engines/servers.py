@@ -42,10 +42,6 @@ class Server(EngineInThread, ABC):
         """The replies that run or wait on the server."""
 
     @abstractmethod
-    def next_logprob(self, tokens: list[int], cache_key: str) -> tuple[int, float]:
-        """A token that the server samples after `tokens`, and its logprob. Requests with one key share their KV."""
-
-    @abstractmethod
     async def cached_tokens(self, response: Any) -> int:
         """A count of tokens whose KV was found in the prefix cache, which grows with each response."""
 
@@ -86,12 +82,6 @@ class SGLangServer(Server):
         loads = self.admin.ask("GET", "/v1/loads")["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
-    def next_logprob(self, tokens: list[int], cache_key: str) -> tuple[int, float]:
-        sampling = {"max_new_tokens": 1}
-        body = {"input_ids": tokens, "extra_key": cache_key, "return_logprob": True, "sampling_params": sampling}
-        logprob, token, _ = self.admin.ask("POST", "/generate", body)["meta_info"]["output_token_logprobs"][0]
-        return token, logprob
-
     async def cached_tokens(self, response: Any) -> int:
         # The response to an aborted request has no count.
         return response[0]["meta_info"].get("cached_tokens", 0) if response else 0
@@ -106,12 +96,6 @@ class VLLMServer(Server):
 
     def num_unfinished(self) -> int:
         return self.run(self._metric("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
-
-    def next_logprob(self, tokens: list[int], cache_key: str) -> tuple[int, float]:
-        sampling = {"max_tokens": 1, "logprobs": 0}
-        body = {"token_ids": tokens, "cache_salt": cache_key, "sampling_params": sampling}
-        entry = self.admin.ask("POST", GENERATE, body)["choices"][0]["logprobs"]["content"][0]
-        return entry["token_id"], entry["logprob"]
 
     async def cached_tokens(self, response: Any) -> int:
         return await self._metric("vllm:prefix_cache_hits_total{")

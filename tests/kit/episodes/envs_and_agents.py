@@ -45,11 +45,6 @@ class Silent:
         Silent.closed += 1
 
 
-class AlwaysRaises(Silent):
-    async def step(self, reply: Message) -> Step:
-        raise KeyError("no unit")
-
-
 async def solve(question: Question, base_url: str, api_key: str) -> float:
     """An agent that asks twice with OpenAI's client, and likes long answers."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -59,18 +54,6 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
             said = reply.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
     return float(len(said))
-
-
-async def fork(question: Question, base_url: str, api_key: str) -> float:
-    """An agent that goes on from its first reply in three ways."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages: list[Any] = list(question.messages)
-        reply = await client.chat.completions.create(model="policy", messages=messages)
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
-        for more in "abc":
-            said = [*messages, {"role": "user", "content": more}]
-            await client.chat.completions.create(model="policy", messages=said)
-    return 1.0
 
 
 async def _ask(question: Question, base_url: str) -> None:
@@ -88,12 +71,6 @@ async def break_by_turns(question: Question, base_url: str, api_key: str) -> flo
 async def break_always(question: Question, base_url: str, api_key: str) -> float:
     await _ask(question, base_url)
     return _price("plum")
-
-
-async def fall_silent(question: Question, base_url: str, api_key: str) -> float:
-    await _ask(question, base_url)
-    await asyncio.sleep(60)
-    return 1.0
 
 
 async def take_a_while(question: Question, base_url: str, api_key: str) -> float:

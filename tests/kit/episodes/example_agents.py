@@ -45,17 +45,6 @@ def fail(question: Any, base_url: str, api_key: str) -> float:
     raise KeyError("oops")
 
 
-def forget(question: Any, base_url: str, api_key: str) -> None:
-    """Returns no reward."""
-    solve(question, base_url, api_key)
-
-
-def overshoot(question: Any, base_url: str, api_key: str) -> Any:
-    """Returns a number that is no float."""
-    solve(question, base_url, api_key)
-    return 10**5000
-
-
 async def misbehave(question: Any, base_url: str, api_key: str) -> float:
     """Does what the question's `act` says, after a reply; without one it works."""
     reward = await asyncio.to_thread(solve, question, base_url, api_key)
@@ -64,6 +53,10 @@ async def misbehave(question: Any, base_url: str, api_key: str) -> float:
         subprocess.run("cat", shell=True, check=True)  # whatever standard input holds
     if act == "read itself":
         sys.stdin.read()
+    if act == "forget":
+        return None  # type: ignore[return-value]
+    if act == "overshoot":
+        return 10**5000  # no float
     if act == "exit":
         sys.exit(2)
     if act == "exit in a task":
@@ -98,9 +91,4 @@ async def hang(question: Any, base_url: str, api_key: str) -> float:
     finally:
         with open(question.extra["marker"], "w") as file:
             file.write("cancelled")
-    return 1.0
-
-
-def block(question: Any, base_url: str, api_key: str) -> float:
-    time.sleep(600)  # longer than any test may take
     return 1.0

@@ -19,20 +19,10 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 NUMBERS = {
     "calls": CALLS,
     "asserts": ASSERTS,
-    "literal first": _asserts("assert {1} == add({0})", ("1, 2", 3), ("3, 4", 7)),
     "math.isclose": _asserts(
         "import math; assert math.isclose(add({}), {}, rel_tol=.001)", ("1, 2", 3.0), ("3, 4", 7.0)
     ),
-    "isclose": _asserts("from math import isclose\nassert isclose(add({}), {})", ("1, 2", 3.0), ("3, 4", 7.0)),
-    "difference": _asserts("assert abs(add({}) - {}) < 1e-6", ("1, 2", 3), ("3, 4", 7)),
-    "compared with True": _asserts("assert (add({}) == {}) == True", ("1, 2", 3), ("3, 4", 7)),
-    "bool": _asserts("assert bool(add({}) == {}) is True", ("1, 2", 3), ("3, 4", 7)),
-    "not unequal": _asserts("assert not (add({}) != {})", ("1, 2", 3), ("3, 4", 7)),
     "and": _asserts("assert add({}) == {} and not add({}) == 5", ("1, 2", 3, "1, 2"), ("3, 4", 7, "3, 4")),
-    "round": _asserts("assert round(add({}), 2) == {}", ("1, 2", 3), ("3, 4", 7)),
-    "one of": _asserts("assert add({}) in ({},)", ("1, 2", 3), ("3, 4", 7)),
-    "within bounds": _asserts("assert {1} - 0.5 < add({0}) < {1} + 0.5", ("1, 2", 3), ("3, 4", 7)),
-    "several": _asserts("x = {0}\nassert add(*x) == {1}\nassert add({2}, 0) == {2}", ((1, 2), 3, 9), ((3, 4), 7, 8)),
     "check function": _asserts(
         "METADATA = {{}}\n\ndef check(candidate):\n    assert candidate({}) == {}\n    assert True, 'fails'\n"
         "    assert abs(candidate({}, 0.5) - {}.5) < 1e-6\n\ncheck(add)", ("1, 2", 3, 9, 9), ("3, 4", 7, 8, 8),
@@ -44,10 +34,6 @@ RIGHT_LIST = "def add(a, b):\n    return [a + b, a * b]\n"
 LISTS = {
     "calls": {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["[3, 2]", "[7, 12]"]},
     "set": _asserts("assert set(add({})) == set({})", ("1, 2", [3, 2]), ("3, 4", [7, 12])),
-    "sorted": _asserts("assert sorted(add({})) == sorted({})", ("1, 2", [3, 2]), ("3, 4", [7, 12])),
-    "tuple": _asserts("assert tuple(add({})) == {}", ("1, 2", (3, 2)), ("3, 4", (7, 12))),
-    "one item": _asserts("assert add({})[1] == {}", ("1, 2", 2), ("3, 4", 12)),
-    "sum": _asserts("assert sum(add({})) == {}", ("1, 2", 5), ("3, 4", 19)),
 }  # fmt: skip
 """Tests that `RIGHT_LIST` passes."""
 

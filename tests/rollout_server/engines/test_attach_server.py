@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from async_rl.base.config import Config, RolloutConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.base.config import Config, TimeoutsConfig, WeightSyncConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from rollout_server.engines.http_admin import SGLangAdmin
-from rollout_server.engines.sglang import engine as engine_module
-from rollout_server.engines.sglang.engine import SGLangEngine, attach_server
+from rollout_server.engines.sglang.engine import attach_server
 from tests.kit.configs import make_config
 
 CONFIG = make_config()
@@ -60,14 +58,3 @@ def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> 
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s"):
             attach_server(SGLangAdmin(config, url), config)
-
-
-def test_the_slash_at_the_end_of_a_url_is_left_out_of_the_addresses_of_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "attach_server", lambda admin, config: None)
-    monkeypatch.setattr(engine_module, "forbidden_tokens", lambda config: [])
-    config = dataclasses.replace(CONFIG, rollout=RolloutConfig(server_url="http://127.0.0.1:30000/"))
-    engine = SGLangEngine(config, 0, tmp_path)
-    asyncio.run(engine.open_server(None, on_gpu=False))
-    assert engine.url == "http://127.0.0.1:30000"

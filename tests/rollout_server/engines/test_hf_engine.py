@@ -28,12 +28,11 @@ async def replies_of(engine: HFEngine, indices: range, **changes: object) -> lis
     return await asyncio.gather(*(engine.generate(request_for(i, **changes)) for i in indices))
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-llama"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize(("name", "temperature"), [("tiny-qwen2", 1.7), ("tiny-llama", 0.6)])
 def test_logprobs_equal_a_recompute_by_transformers(tmp_path: Path, name: str, temperature: float) -> None:
     config = server_config("hf", save_sharp_model(tmp_path, name))
-    groups = with_engine(config, lambda engine: replies_of(engine, range(12), temperature=temperature))
-    requests = [request_for(index, temperature=temperature) for index in range(12)]
+    groups = with_engine(config, lambda engine: replies_of(engine, range(6), temperature=temperature))
+    requests = [request_for(index, temperature=temperature) for index in range(6)]
     assert largest_error(sharp_model(name, seed=0).eval(), requests, groups) < TOLERANCE
 
 
@@ -42,8 +41,8 @@ def test_special_tokens_can_be_forbidden_and_logprobs_are_of_the_others(folder: 
     tokenizer, model = load_tokenizer(folder), sharp_model("tiny-qwen2", seed=0).eval()
     forbidden = forbidden_tokens(config)
     assert forbidden and tokenizer.eos_token_id not in forbidden and set(forbidden) <= set(tokenizer.all_special_ids)
-    groups = with_engine(config, lambda engine: replies_of(engine, range(12), n=8, temperature=3.0))
-    requests = [request_for(index, n=8, temperature=3.0) for index in range(12)]
+    groups = with_engine(config, lambda engine: replies_of(engine, range(4), n=8, temperature=3.0))
+    requests = [request_for(index, n=8, temperature=3.0) for index in range(4)]
     assert not {int(token) for group in groups for reply in group for token in reply.tokens} & set(forbidden)
     assert largest_error(model, requests, groups, forbidden) < TOLERANCE
     assert largest_error(model, requests, groups) > TOLERANCE
@@ -61,26 +60,6 @@ def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
         assert reply.finish_reason == "stop" or len(reply.tokens) == 30
         reasons.add(reply.finish_reason)
     assert reasons == {"stop", "length"}
-
-
-def test_token_frequencies_equal_the_reported_probabilities(folder: Path) -> None:
-    config = server_config("hf", folder)
-    [group] = with_engine(config, lambda engine: replies_of(engine, range(1), n=4000, max_tokens=1))
-    tokens = np.array([reply.tokens[0] for reply in group])
-    for token in np.unique(tokens)[:5]:
-        p = np.exp(group[int(np.argmax(tokens == token))].logprobs[0])
-        assert abs((tokens == token).mean() - p) < 5 * np.sqrt(p * (1 - p) / 4000)
-
-
-def test_the_same_seed_repeats_exactly_and_another_does_not(folder: Path) -> None:
-    config = server_config("hf", folder)
-    first, again, other = (
-        with_engine(config, lambda engine, seed=seed: replies_of(engine, range(10), seed=seed))
-        for seed in (1, 1, 2)
-    )
-    assert [len(replies) for replies in first] == [4] * 10
-    assert all(map(same_replies, first, again))
-    assert not any(map(same_replies, first, other))
 
 
 def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(folder: Path) -> None:
@@ -115,25 +94,12 @@ def test_an_evaluation_leaves_concurrent_training_answers_bit_equal(folder: Path
     assert all(map(same_replies, plain, with_engine(config, with_evaluation)))
 
 
-def test_a_greedy_baseline_is_sampled_with_the_groups_and_an_evaluation_is_not(folder: Path) -> None:
-    async def sizes(engine: HFEngine) -> tuple[int, int]:
-        requests = [request_for(0, purpose=purpose, n=1, max_tokens=10_000) for purpose in Purpose]
-        running = [asyncio.create_task(engine.generate(request)) for request in requests]
-        while not engine.evaluation or len(engine.training) + len(engine.evaluation) < 3:
-            await engine.between_tokens(lambda: None)
-        for task in running:
-            task.cancel()
-        return len(engine.training), len(engine.evaluation)
-
-    assert with_engine(server_config("hf", folder), sizes) == (2, 1)
-
-
 @pytest.mark.parametrize("keep_kv", [True, False])
 def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     folder: Path, keep_kv: bool
 ) -> None:
     models = {version: sharp_model("tiny-qwen2", seed).eval() for version, seed in enumerate((0, 5, 6))}
-    request = request_for(3, n=6, max_tokens=400)
+    request = request_for(3, n=6, max_tokens=100)
 
     async def update_inside(engine: HFEngine) -> list[SampledReply]:
         running = asyncio.create_task(engine.generate(request))
@@ -151,19 +117,6 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     for reply in changed:
         assert set(reply.versions.tolist()) == {0, 1, 2}
         check_tags(models, request.prompt.tokens, reply, 1.0, keeps_kv=keep_kv)
-
-
-def test_a_new_request_after_an_update_is_all_new_weights(folder: Path) -> None:
-    new = sharp_model("tiny-qwen2", 5).eval()
-
-    async def update_then_ask(engine: HFEngine) -> list[SampledReply]:
-        await engine.generate(request_for(3))
-        await engine.load_weights(dict(new.named_parameters()), version=7)
-        return await engine.generate(request_for(3))
-
-    replies = with_engine(server_config("hf", folder), update_then_ask)
-    assert {version for reply in replies for version in reply.versions.tolist()} == {7}
-    assert largest_error(new, [request_for(3)], [replies]) < TOLERANCE
 
 
 def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:
@@ -187,13 +140,6 @@ def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
         return await kept
 
     assert len(with_engine(server_config("hf", folder), cancel_one)) == 4
-
-
-def test_a_prompt_with_an_unknown_token_is_refused(folder: Path) -> None:
-    request = request_for(0)
-    bad = dataclasses.replace(request.prompt, tokens=np.array([5, 100], dtype=np.int32))
-    with pytest.raises(ValueError, match=r"0\.\.99, got \[5, 100\]"):
-        with_engine(server_config("hf", folder), lambda e: e.generate(dataclasses.replace(request, prompt=bad)))
 
 
 def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: Path) -> None:

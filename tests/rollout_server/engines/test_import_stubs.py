@@ -47,7 +47,9 @@ def test_calling_into_an_absent_package_names_the_function_and_the_package(absen
 
 
 def test_a_package_that_can_be_imported_is_left_alone() -> None:
+    importlib.import_module("rollout_server.engines.sglang.engine")  # installs none itself
     before = list(sys.meta_path)
+    assert not any(type(finder).__module__ == import_stubs.__name__ for finder in before)
     assert import_stubs.install(("numpy", "json")) == ()
     assert sys.meta_path == before
 
@@ -59,47 +61,6 @@ def test_a_package_that_is_installed_but_cannot_be_loaded_gets_a_stub(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     assert import_stubs.install(("broken_kernels",)) == ("broken_kernels",)
-
-
-def in_server_process(code: str) -> str:
-    """Run the code in a new process with the stubs that the launcher installs; return its output."""
-    code = f"from rollout_server.engines.sglang import import_stubs\nmissing = import_stubs.install()\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
-def test_a_triton_kernel_can_be_defined_but_neither_launched_nor_called() -> None:
-    printed = in_server_process(
-        """
-import triton, triton.language as tl
-from triton.language.extra import libdevice
-
-@triton.autotune(configs=[triton.Config({"BLOCK": 4}, num_warps=2)], key=["n"])
-@triton.heuristics({"EVEN": lambda args: True})
-@triton.jit(do_not_specialize=["n"])
-def add_kernel(x, n, BLOCK: tl.constexpr = tl.constexpr(4)):
-    tl.store(x, tl.load(x) + 1)
-
-for use in (lambda: add_kernel[(1,)](0, 4), lambda: add_kernel(0, 4), lambda: libdevice.exp(0)):
-    try:
-        use()
-    except import_stubs.MissingKernelError as error:
-        print(error)
-print(triton.cdiv(7, 2), triton.next_power_of_2(5))
-try:
-    import triton.knobs
-except ImportError:
-    print("knobs refused")
-from torch.utils._triton import has_triton
-print(has_triton())
-"""
-    )
-    lines = printed.splitlines()
-    assert len(lines) == 6
-    assert all(line.startswith("triton.jit(__main__.add_kernel) was called") for line in lines[:2])
-    assert lines[2].startswith("triton.language.extra.libdevice.exp was called")
-    assert lines[3:] == ["4 8", "knobs refused", "False"]
 
 
 ON_A_GPU = """
@@ -126,6 +87,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
 def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
     """It needs no GPU: torch is changed so that it reports one."""
@@ -137,21 +99,6 @@ def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) >= {"flashinfer"}
-
-
-def test_importing_the_package_installs_no_stubs() -> None:
-    """After importing the engine, other code must not find a package that is missing."""
-    code = """
-import sys, async_rl
-was = list(sys.meta_path)
-from rollout_server.engines.sglang import engine, launch
-print(sys.meta_path == was)
-from rollout_server.engines.sglang import import_stubs
-import_stubs.install(("no_such_package",))
-print(sys.meta_path == was)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 def test_absent_names_have_no_special_methods() -> None:

@@ -36,10 +36,7 @@ asyncio.run(main())
     [
         ("sglang", "while it imports", 1),
         # The server, its scheduler, its detokenizer and Python's resource tracker.
-        *(
-            pytest.param("sglang", moment, 4, marks=pytest.mark.nightly)
-            for moment in ("while its children import", "while it serves")
-        ),
+        pytest.param("sglang", "while it serves", 4, marks=pytest.mark.nightly),
         vllm("while it serves", 2),
     ],
     indirect=["engine"],

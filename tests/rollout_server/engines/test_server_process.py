@@ -10,13 +10,14 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
 from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.server_process import ServerProcess, command_line, free_port
+from rollout_server.engines.server_process import ServerProcess, command_line, free_port, server_seed
 from tests.kit.configs import changed, server_config
 
 SERVER = """
@@ -48,6 +49,15 @@ def process(
         "server 0", folder / "log", config, environment=os.environ, is_ready=is_ready, hints=[("no such", "Make it.")],
         command=lambda port: [sys.executable, "-c", program, str(port)],
     )
+
+
+def test_servers_and_their_starts_have_different_seeds_and_first_starts_repeat(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    first = [server_seed(seed, index, log) for seed, index in product((0, 1, 2**32 - 1), range(4))]
+    assert len({*first}) == len(first) and all(0 <= seed < 2**31 for seed in first)
+    assert first == [server_seed(seed, index, log) for seed, index in product((0, 1, 2**32 - 1), range(4))]
+    log.write_text("the first start wrote this\n")
+    assert server_seed(0, 0, log) not in first
 
 
 def test_flags_become_words_of_the_command_line() -> None:
@@ -118,43 +128,3 @@ def test_a_server_that_is_late_to_end_is_named_and_leaves_nothing(
         asyncio.run(start_and_close(server))
     assert list((tmp_path / "tmp").iterdir()) == []
     assert psutil.wait_procs(left, timeout=60)[1] == [] and len(left) == 1
-
-
-@pytest.mark.processes
-def test_the_folder_of_a_server_stays_in_sweeps_until_the_server_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-
-    async def run() -> None:
-        servers = [process(tmp_path, SERVER), process(tmp_path, SERVER)]
-        await servers[0].start()
-        [folder] = (tmp_path / "tmp").iterdir()
-        await servers[1].start()  # it sweeps
-        assert folder.exists() and len(list((tmp_path / "tmp").iterdir())) == 2
-        assert servers[0].process is not None
-        servers[0].process.kill()
-        servers[0].process.wait()
-        await servers[1].aclose()
-        await servers[1].start()
-        assert not folder.exists() and len(list((tmp_path / "tmp").iterdir())) == 1
-        await servers[1].aclose()
-
-    asyncio.run(run())
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
-@pytest.mark.processes
-def test_compiled_kernels_outlive_the_temporary_folder_of_one_start(tmp_path: Path) -> None:
-    wanted = "import os; print(os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True)\n"
-    folders = []
-    for number in (1, 2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        asyncio.run(start_and_close(process(folder, wanted + SERVER)))
-        folders.append((folder / "log").read_text().split()[:2])
-    (first, first_cache), (second, second_cache) = folders
-    assert first != second
-    assert first_cache == second_cache
-    assert not Path(first_cache).is_relative_to(first)

@@ -70,7 +70,11 @@ def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was(
 
 @pytest.mark.parametrize(("changes", "named"), [
     ({"logprobs": [-1.5]}, "logprob"), ({"logprobs": [-1.5, None]}, "logprob"),
-    ({"tokens": (), "logprobs": None}, "logprob"), ({"finish": "error"}, "error"), ({"versions": None}, "version"),
+    ({"tokens": (), "logprobs": None}, "logprob"), ({"finish": "error"}, "error"),
+    *(({"versions": spans}, "version") for spans in (
+        None, [], [{"version": "default", "start": 0, "end": 2}], [{"version": "1", "start": 0, "end": 1}],
+        [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}],
+    )),
 ])
 def test_an_incomplete_reply_is_refused(engine: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(AsyncRLError, match=named):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import itertools
 import socket
 import sys
@@ -50,42 +49,23 @@ def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**3
     return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes, seed=0)
 
 
-def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
+def test_the_kv_cache_holds_all_that_can_be_in_flight_in_a_quarter_of_memory() -> None:
     # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation, of 100 + 50 + 8 tokens each
-    assert flags(config())["max-total-tokens"] == (8 * 4 + 20) * 158
-
-
-def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:
+    chosen = flags(config())
+    assert chosen["max-total-tokens"] == (8 * 4 + 20) * 158
+    assert chosen["model-path"] == str(Path.cwd() / "none")  # relative to the driver's folder
     # a token takes 2 * 2 layers * 2 heads * 24 wide * 4 bytes = 768
     assert flags(config(), free_memory_bytes=768 * 4 * 1000)["max-total-tokens"] == 1000
-    assert flags(config(), free_memory_bytes=0)["max-total-tokens"] == 150 + 8
+    assert flags(config(), free_memory_bytes=0)["max-total-tokens"] == 150 + 8  # one rollout
 
 
-def test_the_server_finds_a_model_that_is_given_relative_to_the_drivers_folder() -> None:
-    assert flags(config())["model-path"] == str(Path.cwd() / "none")
-
-
-def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None:
+def test_a_gpu_server_has_its_memory_share_and_graphs_up_to_the_replies_in_flight() -> None:
     chosen = flags(config(gpu_memory_utilization=0.4), on_gpu=True)
     assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")
+    assert chosen["cuda-graph-max-bs-decode"] == 8 * 4 + 20
     assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
-
-
-def test_a_gpu_server_has_cuda_graphs_up_to_the_replies_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flags(config(), on_gpu=True)["cuda-graph-max-bs-decode"] == 8 * 4 + 20
-    assert "cuda-graph-max-bs-decode" not in flags(config())
     many = dataclasses.replace(config(), staleness=StalenessConfig(max=60))
     assert flags(many, on_gpu=True)["cuda-graph-max-bs-decode"] == 1024
-    fewer = dataclasses.replace(many, rollout=RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}))
-    assert flags(fewer, on_gpu=True)["cuda-graph-max-bs-decode"] == 64
-
-
-def test_this_sglang_has_the_words_and_the_flag_that_are_counted_on() -> None:
-    (folder,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
-    sign = "leave no GPU memory for the KV cache"
-    assert sign in dict(launch.HINTS)
-    assert sign in (Path(folder) / "srt/mem_cache/kv_cache_configurator.py").read_text()
-    assert "nccl_port: A[" in (Path(folder) / "srt/arg_groups/fields/parallel.py").read_text()
 
 
 @pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])
@@ -97,8 +77,6 @@ def test_a_gpu_server_computes_float32_in_full_precision(dtype: str, computes_fl
     # SGLang's kernels for norms and activations on GPUs have no float32
     assert ("SGLANG_FORCE_FUSED_OP_BACKEND" in environment) == (computes_float32 and "mem-fraction-static" in chosen)
     assert chosen.get("attention-backend") == ("triton" if computes_float32 else None)
-    own = dataclasses.replace(typed, rollout=RolloutConfig(server_args={"attention-backend": "flashinfer"}))
-    assert flags(own, on_gpu=True)["attention-backend"] == "flashinfer"
 
 
 def test_the_processes_of_a_server_meet_at_another_port_of_its_range(tmp_path: Path) -> None:
@@ -117,14 +95,6 @@ def test_the_processes_of_a_server_meet_at_another_port_of_its_range(tmp_path: P
     assert words(command("21001-21009", nccl_port=30000), "nccl-port") == ["30000"]
 
 
-@pytest.mark.parametrize(("bound", "in_turns"), [(0, True), (1, False)])
-def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bound: int, in_turns: bool) -> None:
-    shared = dataclasses.replace(
-        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=bound)
-    )
-    assert flags(shared, on_gpu=True).get("enable-memory-saver", False) == in_turns
-
-
 @pytest.mark.parametrize("on_update", ["in_place", "retract"])
 def test_overlap_is_off_on_cpus_and_where_a_pause_cuts_speculation(on_update: str) -> None:
     pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
@@ -134,7 +104,7 @@ def test_overlap_is_off_on_cpus_and_where_a_pause_cuts_speculation(on_update: st
     assert flags(speculating, on_gpu=True)["disable-overlap-schedule"] == (on_update == "in_place")
 
 
-@pytest.mark.parametrize(("policy", "has_priorities"), [("", True), ("lof", True), ("lpm", False)])
+@pytest.mark.parametrize(("policy", "has_priorities"), [("", True), ("lpm", False)])
 def test_requests_wait_by_their_priority_where_sglang_can_and_none_is_preempted(
     policy: str, has_priorities: bool
 ) -> None:
@@ -147,30 +117,31 @@ def test_requests_wait_by_their_priority_where_sglang_can_and_none_is_preempted(
 def test_a_users_flags_replace_defaults_except_those_the_pipeline_needs() -> None:
     chosen = flags(config(server_args={"log_level": "info", "max-running-requests": 7}))
     assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
-    with pytest.raises(ConfigError, match=r"^rollout\.server_args .*\{'port': 30000\}"):
+    with pytest.raises(ConfigError, match=r"^rollout\.server_args "):
         config(server_args={"port": 30000})
 
 
-def test_a_server_finds_programs_of_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin")
-    assert server_environment(config(), flags(config()))["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
-
-
-@pytest.mark.parametrize("shares_gpus", [True, False])
-def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
-    shares_gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(
+    in_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in ("cu13/lib/libcudart.so.13", "cu13/lib/libcublas.so.13", "cudnn/lib/libcudnn.so.9"):
-        file = tmp_path / "nvidia" / library
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+    """So it finds a CUDA runtime that came as a wheel, and has no expandable segments, which can't be released."""
+    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
+    (tmp_path / "nvidia/cu13/lib/libcudart.so.13").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
+    monkeypatch.setenv("PATH", "/usr/bin")
     shared = dataclasses.replace(
-        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if shares_gpus else 1)
+        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if in_turns else 1)
     )
-    expected = f"/mine:{tmp_path}/nvidia/cu13/lib" if shares_gpus else "/mine"
-    assert server_environment(shared, flags(shared, on_gpu=True))["LD_LIBRARY_PATH"] == expected
+    chosen = flags(shared, on_gpu=True)
+    assert chosen.get("enable-memory-saver", False) == in_turns
+    environment = server_environment(shared, chosen)
+    assert environment["LD_LIBRARY_PATH"] == (f"/mine:{tmp_path}/nvidia/cu13/lib" if in_turns else "/mine")
+    assert ("expandable_segments" in environment["PYTORCH_ALLOC_CONF"]) != in_turns
+    assert environment["PYTORCH_ALLOC_CONF"].startswith("max_split_size_mb:128")
+    assert environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"  # programs of an environment not activated
 
 
 def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
@@ -227,11 +198,9 @@ def test_the_rest_of_an_aborted_answer_is_requested_anew() -> None:
     assert body["sampling_params"][0]["max_new_tokens"] == 2
 
 
-@pytest.mark.parametrize(
-    "finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}]
-)
+@pytest.mark.parametrize("finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}])
 def test_an_answer_that_ended_for_another_reason_is_an_error(finish: dict[str, Any]) -> None:
     versions = [{"version": "3", "start": 0, "end": 1}]
     meta = {"finish_reason": finish, "output_token_logprobs": [[-1.5, 7, None]], "weight_versions": versions}
     with pytest.raises(AsyncRLError, match=str(list(finish.values())[-1])):
-        extend_reply(OpenReply(), {"output_ids": [7], "meta_info": meta}, 2, [2, 5], may_abort=True)
+        extend_reply(OpenReply(), {"output_ids": [7], "meta_info": meta}, 2, [2, 5], ("ab",), may_abort=True)

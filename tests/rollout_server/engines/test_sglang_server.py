@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.kit.configs import server_config
-from tests.kit.engines.in_thread import EngineInThread
+from async_rl.run.before_start.memory import plan_memory
+from learner.memory.plan import GIB
 from tests.kit.engines.pushes import MODELS, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
 from tests.kit.engines.servers import SGLangServer
@@ -55,28 +53,12 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     assert largest_error(MODELS[first + 1], [request], [replies]) < TOLERANCE
 
 
-def test_a_paused_server_uses_almost_no_cpu(sglang_server: SGLangServer) -> None:
-    served_on = int(sglang_server.engine.url.rpartition(":")[2])
-    pid = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-
-    def cpu_s() -> float:
-        return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
-
-    sglang_server.admin.pause("in_place")
-    before_s = cpu_s()
-    time.sleep(1.0)
-    assert cpu_s() - before_s < 0.5  # a scheduler that polls for messages uses a whole core
-    sglang_server.admin.resume()
-
-
 @pytest.mark.nightly
-def test_garbage_collection_skips_objects_from_before_the_first_request(model_folder: Path, tmp_path: Path) -> None:
-    server = EngineInThread(server_config("sglang", model_folder, server_args={"log_level": "debug"}), tmp_path)
-    try:
-        server.run(server.engine.start())
-    finally:
-        server.close()
-    log = (tmp_path / "sglang-rollout-0.log").read_text()
-    assert "Freezing GC in Scheduler process" in log
-    assert "Freezing GC in Tokenizer Manager process" in log
+def test_the_kv_cache_of_a_server_takes_what_the_plan_says(sglang_server: SGLangServer) -> None:
+    plan = plan_memory(sglang_server.config, 0, 64 * GIB)
+    (state,) = sglang_server.admin.server_info()["internal_states"]
+    held = state["memory_usage"]
+    assert held["token_capacity"] == pytest.approx(plan.kv_tokens, rel=0.02)  # a few more for each answer
+    assert held["kvcache"] * GIB == pytest.approx(plan.kv_tokens * plan.kv_token, rel=0.15)
+    loaded = load_model(plan.config.model.path)
+    assert plan.weights == sum(parameter.nbytes for parameter in loaded.parameters())

@@ -6,27 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from async_rl.base.config import Config
-from async_rl.base.config.loading import load_config
-from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import load_tokenizer
-from rollout_server.engines.base import GenerationRequest, SampledReply, StopTexts
-from rollout_server.engines.http_engine import OpenReply
-from rollout_server.engines.sglang.engine import extend_reply
-from rollout_server.episodes.episode import Episode
-from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
-from tests.kit.configs import changed, server_config, with_keys
-from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for, with_engine
-from tests.kit.engines.servers import Server, SGLangServer
-from tests.kit.engines.vllm import vllm
-from tests.kit.models import load_model
+from rollout_server.engines.base import SampledReply, StopTexts
+from tests.kit.configs import changed, server_config
+from tests.kit.engines.replies import request_for, with_engine
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -91,77 +80,3 @@ def test_the_hf_engine_ends_a_reply_there_and_samples_the_same_until_then(model_
     for a, b in zip(map(cut, whole), ended, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.finish_reason == b.finish_reason
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.e2e
-@pytest.mark.nightly
-def test_sglang_ends_a_reply_there(model_folder: Path, tmp_path: Path) -> None:
-    stop, request = ("1", "ab"), request_for(3, n=64, max_tokens=30)
-    config = with_keys(with_stop(server_config("sglang", model_folder), *stop), tmp_path / "keys")
-    server = SGLangServer(config, tmp_path)
-    try:
-        server.run(server.engine.start())
-        (replies,) = generate(server, request)
-    finally:
-        server.close()
-    assert check_ends(model_folder, stop, replies) == {"text", "other"}
-    assert largest_error(load_model(model_folder), [request], [replies]) < TOLERANCE
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("server", [vllm()], indirect=True)
-def test_vllm_samples_on_and_the_worker_ends_the_reply_there(
-    server: Server, served: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, folder = ("1", "ab"), Path(server.config.model.path)
-    request = request_for(3, n=64, max_tokens=30)
-    config, tokenizer = with_stop(changed(server.config, run={"dir": tmp_path}), *stop), load_tokenizer(folder)
-    generate_whole, whole = server.engine.generate, []
-
-    async def generate_and_record(asked: GenerationRequest) -> list[SampledReply]:
-        whole.extend(await generate_whole(asked))
-        return whole
-
-    monkeypatch.setattr(server.engine, "generate", generate_and_record)
-
-    async def play() -> list[Episode]:
-        player = ScoredPlayer(config, 0, server.engine, open_task(config, tokenizer), (), tokenizer)
-        try:
-            return await player.play(request)
-        finally:
-            await player.aclose()
-
-    rows = [episode.rows[0] for episode in server.run(play())]
-    ended = [
-        SampledReply(
-            tokens=row.tokens[row.mask], logprobs=row.logprobs[row.mask], versions=row.versions[row.mask],
-            finish_reason=row.finish_reason,
-        )
-        for row in rows
-    ]
-    assert check_ends(folder, stop, ended) == {"text", "other"}
-    assert largest_error(served, [request], [ended]) < TOLERANCE
-    for a, b in zip(whole, ended, strict=True):
-        assert a.tokens.tolist()[: len(b.tokens)] == b.tokens.tolist()
-    assert sum(len(a.tokens) > len(b.tokens) for a, b in zip(whole, ended, strict=True)) > 5
-
-
-def test_sglangs_own_matches_are_ends_and_its_errors_are_not() -> None:
-    def response(matched: object) -> dict[str, Any]:
-        meta = {
-            "finish_reason": {"type": "stop", "matched": matched}, "output_token_logprobs": [(-0.5, 7, None)],
-            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
-        }  # fmt: skip
-        return {"output_ids": [7], "meta_info": meta}
-
-    reply = OpenReply()
-    extend_reply(reply, response("ab"), 9, [2], ("ab",), may_abort=False)
-    assert reply.finish_reason == "stop"
-    with pytest.raises(Exception, match="NaN happened"):
-        extend_reply(OpenReply(), response("NaN happened"), 9, [2], ("ab",), may_abort=False)
-
-
-@pytest.mark.parametrize("value", ['[""]', '["a", ""]', "a", "[3]"])
-def test_a_stop_that_is_no_list_of_texts_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.stop"):
-        load_config(None, ["model.path=x", "task.path=x.jsonl", f"rollout.stop={value}"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,13 +50,6 @@ def test_a_model_that_sglang_lacks_is_refused(tmp_path: Path, model_type: str, a
     check_model(replace(config, rollout=RolloutConfig(engine="hf")))
 
 
-def test_a_gemma2_model_with_the_key_that_sglang_reads_is_accepted(tmp_path: Path) -> None:
-    config = config_with(tmp_path, "gemma2", "Gemma2ForCausalLM")
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu_pytorch_tanh"}))
-    check_model(config)
-
-
 def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path) -> None:
     config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), weight_sync={"double_buffer": "device"})
     check_model(config)
@@ -77,12 +69,3 @@ def test_a_parser_of_tool_calls_that_sglang_lacks_is_refused_before_the_start(tm
     for name in ("glm5", "gpt-oss"):
         with pytest.raises(ConfigError, match=rf"tool_parser '{name}'"):
             check_model(changed(config, rollout={"tool_parser": name}))
-
-
-def test_a_run_with_sglang_is_refused_where_it_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_with(tmp_path, "qwen2", "Qwen2ForCausalLM")
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ConfigError, match=r"^rollout\.engine sglang .*async-rl\[sglang"):
-        check_model(config)

@@ -25,7 +25,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.weights.disk import write_weights
 from async_rl.base.weights.server_admin import Bucket
 from rollout_server.engines.http_engine import OpenReply
-from rollout_server.engines.vllm.admin import VLLMAdmin, share_bucket
+from rollout_server.engines.vllm.admin import share_bucket
 from rollout_server.engines.vllm.engine import (
     group_replies,
     kv_tokens_in,
@@ -33,7 +33,6 @@ from rollout_server.engines.vllm.engine import (
     request_body,
     server_environment,
     server_flags,
-    server_python,
 )
 from rollout_server.engines.vllm.server.launch import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.server.receiving import check_tensors, checkpoint_shapes
@@ -59,15 +58,12 @@ def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**3
     return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes, seed=0)
 
 
-def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
+def test_the_kv_cache_holds_all_that_can_be_in_flight_in_a_quarter_of_memory() -> None:
     # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation; 158 tokens are 5 blocks of 32, and one more
     # a token takes 2 * 2 layers * 2 heads * 32 wide * 4 bytes = 1024
     chosen = flags(config())
     assert chosen["max-num-seqs"] == 8 * 4 + 20
     assert chosen["kv-cache-memory-bytes"] == (8 * 4 + 20) * 6 * 32 * 1024
-
-
-def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:
     assert flags(config(), free_memory_bytes=4 * 10**6)["kv-cache-memory-bytes"] == 976 * 1024
     assert flags(config(), free_memory_bytes=0)["kv-cache-memory-bytes"] == 6 * 32 * 1024
 
@@ -106,18 +102,11 @@ def test_a_model_without_an_attention_kernel_is_refused_by_name(
     assert refuse_run(wide) == ""
 
 
-def test_the_python_of_the_server_is_found_or_the_error_says_how_to_make_it(tmp_path: Path) -> None:
-    link = tmp_path / "python"
-    link.symlink_to(sys.executable)
-    assert server_python(config(python=str(link))) == str(link)  # not where the link points
-    with pytest.raises(ConfigError, match=r"^rollout\.python "):
-        server_python(config(python=str(tmp_path / "none")))
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("rollout", "key"), [
-    ({"python": sys.executable}, r"rollout\.python.*vllm"),  # an environment without vLLM
-    ({"temperature": 3.0}, r"rollout\.temperature .*2\.0"),
+    ({"python": sys.executable}, r"rollout\.python"),  # an environment without vLLM
+    ({"python": "/nowhere/python"}, r"rollout\.python"),
+    ({"temperature": 3.0}, r"rollout\.temperature "),
     ({"top_p": 0.9}, r"rollout\.top_p "),  # its sampler for GPUs filters the logits before it takes logprobs
     ({"engine": "hf", "python": "/usr/bin/python3"}, r"rollout\.python "),
 ])
@@ -188,15 +177,6 @@ def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
         command = [sys.executable, "-c", code, json.dumps(share_bucket(bucket))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.returncode) == (f"{40 * value}\n", 0), done.stderr
-
-
-def test_a_server_gives_its_part_of_a_group_a_minute_more_than_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of the group NCCL ends a process: the learner's word, after a push's limit, must be sooner."""
-    infos = []
-    admin = VLLMAdmin(config(), "http://x")
-    monkeypatch.setattr(admin, "ask", lambda method, path, body: infos.append(body["init_info"]))
-    admin.join_group(name="g", host="127.0.0.1", port=1, first_rank=1, world_size=2, backend="gloo")
-    assert [(info["timeout_s"], info["torch_limit_s"]) for info in infos] == [(300.0, 360.0)]
 
 
 @pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])

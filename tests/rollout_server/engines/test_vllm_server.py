@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import subprocess
 from collections.abc import Callable
@@ -26,22 +25,6 @@ from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import sharp_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
-
-JOINS = """
-import json, sys
-from types import SimpleNamespace
-import weight_receiver
-limits = []
-weight_receiver.dist.TCPStore = lambda *_, timeout, **__: limits.append(timeout.total_seconds())
-weight_receiver.PrefixStore = lambda *_: None
-weight_receiver._new_process_group_helper = lambda *_, timeout, **__: (limits.append(timeout.total_seconds()), None)
-weight_receiver.abort_when_told = lambda *_: None
-receiver = weight_receiver.WeightReceiver.__new__(weight_receiver.WeightReceiver)
-receiver.parallel_config = SimpleNamespace(rank=0)
-receiver.init_transfer_engine(weight_receiver.GroupInfo(**json.loads(sys.argv[1])))
-print(*limits)
-"""
-"""The program of a worker that joins a group whose store and members are not there: it prints the limits it gives."""
 
 STAGES = """
 import threading
@@ -128,15 +111,14 @@ def test_an_update_that_breaks_off_changes_nothing_and_the_next_one_works(
     assert push(config, url) == version + 1
 
 
-def test_weights_in_shared_memory_arrive_whole(vllm_server: VLLMServer, tmp_path: Path) -> None:
-    """The code path of cuda_ipc, with host memory."""
-    config = pushing(vllm_server, tmp_path, "in_place", "cuda_ipc")
-    request = request_for(3)
-    for _ in range(2):
-        version = push(config, vllm_server.engine.url)
-        (replies,) = generate(vllm_server, request)
-        assert {v for a in replies for v in a.versions.tolist()} == {version}
-        assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE
+def test_weights_that_were_not_pushed_are_named(vllm_server: VLLMServer, tmp_path: Path) -> None:
+    admin: VLLMAdmin = vllm_server.admin
+    admin.pause("retract")
+    assert admin.unloaded_weights() == []
+    admin.erase_weights()
+    assert "model.layers.1.input_layernorm.weight" in admin.unloaded_weights()  # linear layers are packed on a CPU
+    push(pushing(vllm_server, tmp_path, "retract", "gloo"), vllm_server.engine.url)
+    assert admin.unloaded_weights() == []
 
 
 def in_a_worker(program: str, *arguments: str) -> str:
@@ -147,12 +129,6 @@ def in_a_worker(program: str, *arguments: str) -> str:
     environment = server_environment(config, python, on_gpu=False)
     command = [python, "-c", program, *arguments]
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def test_a_worker_makes_its_group_with_the_longer_limit() -> None:
-    place = {"host": "127.0.0.1", "port": 1, "name": "g", "backend": "gloo", "first_rank": 1, "world_size": 2}
-    output = in_a_worker(JOINS, json.dumps(place | {"timeout_s": 20.0, "torch_limit_s": 80.0}))
-    assert output.splitlines()[-1] == "20.0 80.0"
 
 
 def test_the_model_goes_on_while_a_part_is_staged() -> None:

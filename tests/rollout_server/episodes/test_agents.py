@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -15,13 +12,10 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.conversation.rendering import TurnRenderer
-from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.conversation.session import Session, SessionLimits
+from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
-from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -127,64 +121,6 @@ def test_an_agent_that_raises_after_a_reply_is_scored_zero_with_its_rows(error: 
     assert episode.error.endswith(f"{said}, at {__file__}:{line}") and "in agent" in episode.traceback
 
 
-def test_an_agent_that_cancels_itself_fails_and_no_other_notices() -> None:
-    episode = played(raising(asyncio.CancelledError(), times=1), "5", "4")
-    assert (episode.end, episode.metrics["failed"]) == ("done", 1)
-
-
-def test_calls_of_an_agents_tools_are_counted() -> None:
-    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
-    tool = {"type": "function", "function": {"name": "price", "description": "", "parameters": {"type": "object"}}}
-    calls = '<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>\n' * 2 + "<tool_call>\nhm\n</tool_call>"
-
-    async def agent(question: Question, base_url: str, api_key: str) -> float:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
-            messages: list[Any] = list(question.messages)
-            await llm.chat.completions.create(model="policy", messages=messages, tools=[tool])  # type: ignore[list-item]
-        return 1.0
-
-    async def play() -> Episode:
-        endpoint = OpenAIEndpoint()
-        await endpoint.start()
-        reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
-        sizes = SessionLimits(max_tokens=4000, max_reply_tokens=200, max_turns=6)
-        session = Session(scripted(tokenizer, [calls]), TurnRenderer(tokenizer, ends), reader, sizes)
-        try:
-            return await AgentRunner(agent, endpoint, LIMITS, 8).run(QUESTION, lambda: session)
-        finally:
-            await endpoint.aclose()
-
-    assert asyncio.run(play()).metrics["tool_calls"] == 3  # two, and one that can't be read
-
-
-def test_an_agent_that_waits_for_its_place_is_not_shown_as_played() -> None:
-    """Four episodes share one place: the worker's status shows one after the other, each from its own begin."""
-    shown = most = 0
-
-    @contextmanager
-    def playing() -> Iterator[None]:
-        nonlocal shown, most
-        shown += 1
-        most = max(most, shown)
-        yield
-        shown -= 1
-
-    async def play() -> list[Episode]:
-        endpoint = OpenAIEndpoint()
-        await endpoint.start()
-        runner = AgentRunner(two_turns, endpoint, LIMITS, 1, playing)
-        try:
-            return await asyncio.gather(*(
-                runner.run(QUESTION, lambda: session_of(scripted(TOKENIZER, ["5", "4"]), TOKENIZER, [END]))
-                for _ in range(4)
-            ))  # fmt: skip
-        finally:
-            await endpoint.aclose()
-
-    assert [episode.end for episode in asyncio.run(play())] == ["done"] * 4
-    assert (shown, most) == (0, 1)
-
-
 @pytest.mark.parametrize("result", [None, float("nan")])
 def test_an_agent_without_a_reward_fails(result: Any) -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> Any:
@@ -218,18 +154,6 @@ def test_an_agent_whose_first_request_is_refused_fails_with_the_reason(options: 
     assert episode.end == "failed" and named in episode.error and "base_url" not in episode.error
 
 
-def test_an_agent_whose_first_request_does_not_fit_fails_with_the_limit() -> None:
-    async def agent(question: Question, base_url: str, api_key: str) -> float:
-        with contextlib.suppress(openai.BadRequestError):
-            await two_turns(question, base_url, api_key)
-        return 0.0
-
-    for most in (2, 4):
-        episode = played(agent, "4", max_tokens=most)
-        assert episode.end == "failed" and "rollout.max_episode_tokens" in episode.error
-        assert "base_url" not in episode.error and f"{most} " in episode.error
-
-
 def test_an_agent_that_falls_silent_runs_out_of_time() -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> float:
         await two_turns(question, base_url, api_key)
@@ -250,34 +174,6 @@ def test_a_slow_engine_is_not_the_agents_silence() -> None:
         return await inner(tokens, max_tokens)
 
     assert played(two_turns, generate=generate, limits=EpisodeLimits(tool_s=5, turn_s=0.6, episode_s=20)).end == "done"
-
-
-def test_an_agent_that_does_not_end_when_cancelled_is_left_behind() -> None:
-    statuses: list[int] = []
-
-    def agent(question: Question, base_url: str, api_key: str) -> float:
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as llm:
-            while True:
-                try:
-                    llm.chat.completions.create(model="policy", messages=list(question.messages))  # type: ignore[arg-type]
-                except openai.APIStatusError as error:
-                    statuses.append(error.status_code)
-                    return 0.0
-                time.sleep(0.2)
-
-    limits = EpisodeLimits(tool_s=5, turn_s=5, episode_s=0.7)
-
-    async def play() -> Episode:
-        endpoint = OpenAIEndpoint()
-        await endpoint.start()
-        session = session_of(scripted(TOKENIZER, ["a"] * 99), TOKENIZER, [END])
-        episode = await AgentRunner(agent, endpoint, limits, 8).run(QUESTION, lambda: session)
-        await asyncio.sleep(0.5)  # its next request comes after the end
-        await endpoint.aclose()
-        return episode
-
-    episode = asyncio.run(asyncio.wait_for(play(), 30))
-    assert episode.end == "timeout" and statuses == [410]
 
 
 def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:

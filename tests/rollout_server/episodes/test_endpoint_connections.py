@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
-import socket
-import struct
-from collections import Counter
 
 import aiohttp
 import pytest
@@ -19,7 +15,6 @@ from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
-from tests.kit.episodes.random_requests import request
 
 
 async def at_once(tokens: list[int], max_tokens: int) -> SampledReply:
@@ -34,36 +29,6 @@ async def connected(opened: OpenSession) -> tuple[asyncio.StreamReader, asyncio.
 def head(opened: OpenSession, length: int) -> bytes:
     path = "/s/" + opened.base_url.partition("/s/")[2]
     return f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
-
-
-async def vanish(opened: OpenSession, by_reset: bool, stream: bool) -> None:
-    """Send a request, and close or reset its connection at once."""
-    _, writer = await connected(opened)
-    body = json.dumps({**ASK, "stream": stream}).encode()
-    writer.write(head(opened, len(body)) + body)
-    if by_reset:
-        wire: socket.socket = writer.get_extra_info("socket")
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    await writer.drain()
-    writer.close()
-
-
-def test_clients_that_vanish_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
-        await asyncio.sleep(0.02)
-        return await at_once(tokens, max_tokens)
-
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        for number in range(60):
-            await vanish(opened, by_reset=number % 2 == 0, stream=number % 3 == 0)
-        while opened.num_running:
-            await asyncio.sleep(0.01)
-        assert (await post(opened, ASK))[0] == 200
-
-    with caplog.at_level(logging.INFO):
-        session = with_session(agent, generate=slow, max_turns=100)
-    assert session.num_turns == len(session.rows()) == 1
-    assert [record for record in caplog.records if not record.name.startswith("openai")] == []  # the client's retries
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -96,27 +61,6 @@ def test_a_reply_that_can_not_be_written_is_not_received_and_no_error_of_the_eng
     assert session.num_turns == len(session.rows()) == session.counts.joined == 1 and caplog.records == []
 
 
-def test_connections_that_do_not_speak_http_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    said = [
-        b"\x16\x03\x01\x02\x00\x01", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-    ]  # fmt: skip
-
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        for data in said:
-            reader, writer = await connected(opened)
-            writer.write(data)
-            writer.write_eof()
-            await reader.read()
-            writer.close()
-        assert (await post(opened, ASK))[0] == 200
-
-    with caplog.at_level(logging.INFO):
-        with_session(agent, generate=at_once)
-    assert caplog.records == []
-
-
 def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_endpoint, "BODY_S", 0.1)
 
@@ -130,42 +74,11 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(monkey
     with_session(agent)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /s/x/v1/chat/completions HTTP/1.1\r\nHost:"])
-def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(openai_endpoint, "HEAD_S", 0.1)
-
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        reader, writer = await connected(opened)
-        writer.write(sent)
-        assert await reader.read() == b""
-        writer.close()
-
-    with_session(agent)
-
-
-def test_random_requests_are_answered_and_none_fails(caplog: pytest.LogCaptureFixture) -> None:
-    statuses: Counter[int] = Counter()
-
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        rng = random.Random(28)
-        async with aiohttp.ClientSession() as http:
-            for _ in range(500):
-                data, headers = request(rng)
-                url = f"{opened.base_url}/chat/completions"
-                async with http.post(url, data=data, headers=headers) as reply:
-                    await reply.read()
-                    statuses[reply.status] += 1
-        assert opened.error is None
-
-    with_session(agent, generate=at_once, max_turns=10_000)
-    assert set(statuses) <= {200, 400, 417} and statuses[200] > 50 and caplog.records == []
-
-
-@pytest.mark.parametrize("name", ["messages", "tools", "model", "response_format", "x"])
+@pytest.mark.parametrize("name", ["messages", "tools"])
 def test_no_depth_of_nesting_is_an_error_of_the_endpoint(name: str) -> None:
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
         async with aiohttp.ClientSession() as http:
-            for depth in range(860, 1010):
+            for depth in range(860, 1010, 3):
                 value = "[" * depth + "]" * depth
                 if name == "tools":
                     value = '[{"type": "function", "function": {"name": "f", "parameters": ' + value + "}}]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,19 +16,9 @@ from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.tools.tool import Tool
-from tests.kit.episodes.scripted_env import DONE, END, LIMITS, MORE, TOKENIZER, Scripted, played
+from tests.kit.episodes.scripted_env import DONE, END, LIMITS, MORE, TOKENIZER, Scripted
 from tests.kit.episodes.sessions import scripted, session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of
-
-
-def test_a_step_that_is_a_plain_def_is_told() -> None:
-    class Plain(Scripted):
-        def step(self, reply: Message) -> Step:  # type: ignore[override]
-            return DONE
-
-    episode = played(Plain(), Plain())
-    assert episode.end == "failed" and "async def" in episode.error
 
 
 async def exit_by_argparse() -> None:
@@ -76,16 +65,6 @@ def test_an_environment_that_would_end_the_event_loop_fails_alone(act: Any, said
     assert (other.end, other.reward) == ("done", 1.0)
 
 
-def test_a_constructor_that_exits_fails_its_episode() -> None:
-    def make() -> Env:
-        raise SystemExit("no licence")
-
-    async def play() -> Episode:
-        return await EnvRunner(LIMITS, 1).run(make, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [END]))
-
-    assert "SystemExit: no licence, at " in asyncio.run(play()).error
-
-
 def price(item: str) -> int:
     """Look up a price.
 
@@ -93,9 +72,6 @@ def price(item: str) -> int:
         item: its name.
     """
     return {"pear": 5}[item]
-
-
-SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 class Shop(Scripted):
@@ -118,31 +94,3 @@ def test_a_function_among_the_tools_of_an_environment_is_a_tool() -> None:
     episode = asyncio.run(EnvRunner(LIMITS, 4).run(lambda: Shop(price), opened))
     assert (episode.end, episode.answer) == ("done", "It is 5."), episode.error
     assert episode.messages[-2]["content"] == "5"
-
-
-@pytest.mark.parametrize(("tools", "named"), [
-    ((SCHEMA,), "tools .*{'type': 'function'"), ((Shop,), "tools .*<class"),
-    ((Tool({"name": "look"}),), "Tool .*{'name': 'look'}"),
-    ((Tool({"function": {"name": "look", "enum": {1}}}),), "Tool .*JSON"), (None, "TypeError"),
-])
-def test_what_is_no_tool_of_an_environment_fails_its_episode(tools: Any, named: str) -> None:
-    envs = Shop(), Shop()
-    for env in envs:
-        env.tools = tools
-    episode = played(*envs)
-    assert episode.end == "failed" and re.search(named, episode.error), episode.error
-    assert [env.num_closed for env in envs] == [1, 1]
-
-
-def test_errors_are_of_one_kind_if_they_come_from_one_place_whatever_they_say() -> None:
-    def kind_of(*steps: Any) -> str:
-        return played(Scripted(*steps), Scripted(*steps), sizes={"max_tokens": 13, "max_turns": 2}).error_kind
-
-    assert kind_of({"reward": 0.6}) == kind_of({"reward": 0.7})
-    kinds = {
-        kind_of(step) for step in (
-            Step(done=True, reward=float("nan")), Step(done=True, metrics={"a": float("nan")}), Step(), {"reward": 0.6},
-            MORE,
-        )
-    }  # fmt: skip
-    assert len(kinds) == 5

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import re
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 
 from async_rl.base.errors import ProcessDiedError
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
@@ -113,19 +112,9 @@ def test_an_environment_that_raises_is_replaced_once() -> None:
     assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1)
     assert bad.num_closed == good.num_closed == 1
     assert text_of(episode) == ["go<sep>a<eos>"]
-
-
-def test_an_environment_that_raises_twice_drops_its_episode() -> None:
     episode = played(*(Scripted(MORE, DONE, act=fail) for _ in range(2)))
     assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
-    assert "step raised KeyError: 'oops'" in episode.error and "test_env_runner.py" in episode.error
-
-
-class Odd:
-    """A number that can't be read."""
-
-    def __float__(self) -> float:
-        raise RuntimeError("no")
+    assert "KeyError: 'oops'" in episode.error
 
 
 class Unmade:
@@ -136,27 +125,19 @@ class Unmade:
 
 
 @pytest.mark.parametrize(("step", "named"), [
-    ({"reward": float("nan")}, "reward .*nan"), ({"reward": "1x"}, "reward .*'1x'"),
-    ({"reward": -(10**5000)}, "reward "), ({"reward": [10**5000]}, "reward .*list"), ({"reward": Odd()}, "reward "),
-    ({"metrics": {str(i): 0.0 for i in range(100)}}, "metrics .*100"), ({"metrics": {"m" * 201: 0.0}}, "metric "),
-    ({"metrics": {"\ud800": 0.0}}, r"metric .*'\\ud800'"), ({"metrics": {1: 0.0}}, "metric .*1"),
-    ({"metrics": {"a": "b"}}, "metric a "), ({"metrics": {"a": 10**400}}, "metric a "), ({"metrics": None}, "metrics "),
-    ({"metrics": ["a"]}, r"metrics .*\['a'\]"), ({"done": False}, "messages"), (None, "Step"),
+    ({"reward": float("nan")}, "reward "), ({"reward": "1x"}, "reward "), ({"reward": -(10**5000)}, "reward "),
+    ({"metrics": {str(i): 0.0 for i in range(100)}}, "metrics "), ({"metrics": {"m" * 201: 0.0}}, "metric "),
+    ({"metrics": {"\ud800": 0.0}}, "metric "), ({"metrics": {1: 0.0}}, "metric "),
+    ({"metrics": {"a": "b"}}, "metric a "), ({"metrics": None}, "metrics "),
+    ({"done": False}, "messages"), (None, "Step"),
     ({"messages": ({"role": "assistant", "content": "me"},), "done": False}, "assistant"),
-    ({"messages": ({"content": "me"},), "done": False}, "role"), ({"messages": ("me",), "done": False}, "role"),
-    ({"messages": 5, "done": False}, "messages"), ({"messages": "more", "done": False}, "messages .*'more'"),
-    ({"messages": user("more"), "done": False}, r"messages .*\{'role'"),
+    ({"messages": ({"content": "me"},), "done": False}, "role"), ({"messages": "more", "done": False}, "messages "),
     ({"messages": np.zeros(2), "done": False}, "ValueError"), ({"messages": Unmade(), "done": False}, "'no room'"),
-], ids=range(23))  # fmt: skip
+], ids=range(16))  # fmt: skip
 def test_a_wrong_step_is_the_fault_of_its_environment(step: dict[str, Any] | None, named: str) -> None:
     steps = [{"done": True} if step is None else Step(**{"done": True, **step}) for _ in range(2)]
     episode = played(*(Scripted(each) for each in steps))  # type: ignore[arg-type]
     assert episode.end == "failed" and re.search(named, episode.error), episode.error
-
-
-@pytest.mark.parametrize("reward", [True, np.float32(1.0), np.int64(1)])
-def test_any_number_is_a_reward(reward: Any) -> None:
-    assert played(Scripted(Step(done=True, reward=reward))).reward == 1.0
 
 
 def test_an_environment_that_can_not_be_created_is_counted() -> None:
@@ -186,21 +167,6 @@ def test_tasks_that_an_environment_leaves_behind_are_ended_and_counted() -> None
 
     episode = played(Scripted(MORE, DONE, act=leak))
     assert (episode.end, episode.metrics["leaked_tasks"], ended) == ("done", 1, [True])
-
-
-def test_a_task_with_a_context_of_its_own_outlives_its_episode() -> None:
-    shared: list[asyncio.Task[None]] = []
-
-    async def begin() -> None:
-        shared.append(asyncio.create_task(asyncio.sleep(60), context=contextvars.Context()))
-
-    async def play() -> Episode:
-        session = session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END])
-        episode = await EnvRunner(LIMITS, 1).run(lambda: Scripted(MORE, DONE, act=begin), lambda: session)
-        assert not shared[0].done()
-        return episode
-
-    assert asyncio.run(play()).metrics["leaked_tasks"] == 0
 
 
 def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:
@@ -233,34 +199,6 @@ def test_a_cancelled_episode_closes_its_environment_and_its_requests() -> None:
         assert playing.cancelled() and ended == ["engine"] and env.num_closed == 1
 
     asyncio.run(play())
-
-
-def test_environments_that_hang_do_not_hold_up_the_others() -> None:
-    """Five environments wait inside their step until the forty-five others have ended."""
-
-    async def play() -> list[Episode]:
-        others, others_ended = 45, asyncio.Event()
-
-        async def wait_for_the_others() -> None:
-            await others_ended.wait()
-
-        runner = EnvRunner(EpisodeLimits(tool_s=60, turn_s=60, episode_s=120), max_concurrent_calls=64)
-
-        async def run(does_wait: bool) -> Episode:
-            nonlocal others
-            env: Env = Scripted(MORE, DONE, act=wait_for_the_others if does_wait else None)
-            episode = await runner.run(
-                lambda: env, lambda: session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END])
-            )
-            if not does_wait:
-                others -= 1
-                if others == 0:
-                    others_ended.set()
-            return episode
-
-        return await asyncio.gather(*(run(i % 10 == 0) for i in range(50)))
-
-    assert [episode.end for episode in asyncio.run(play())] == ["done"] * 50
 
 
 def test_the_number_of_concurrent_calls_is_limited() -> None:

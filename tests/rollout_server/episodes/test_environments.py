@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
 from rollout_server.episodes.conversation.messages import Message
-from rollout_server.episodes.env import Env, Step
+from rollout_server.episodes.env import Env
 from rollout_server.episodes.environments import chain, guess
 
 
@@ -38,14 +36,8 @@ def bisect(messages: Sequence[Message]) -> str:
 
 
 def test_bisection_finds_every_number() -> None:
-    played = [play(guess.Guess(index), bisect) for index in range(300)]
+    played = [play(guess.Guess(index), bisect) for index in range(100)]
     assert {reward for reward, _ in played} == {1.0} and max(turns for _, turns in played) == 5
-
-
-def test_the_oracle_of_guess_finds_a_little_over_half() -> None:
-    rng = random.Random(0)
-    rewards = [play(guess.Guess(index), lambda said: guess.oracle(said, rng))[0] for index in range(2000)]
-    assert 0.50 < statistics.mean(rewards) < 0.58
 
 
 @pytest.mark.parametrize("text", ["", "7", "007", "x7", "٣٤", " 7", "?"])
@@ -53,57 +45,20 @@ def test_a_guess_that_is_no_number_ends_the_episode(text: str) -> None:
     assert play(guess.Guess(0), lambda said: text) == (0.0, 1)
 
 
-def test_a_number_is_found_at_once_or_after_five_guesses_lost() -> None:
-    secret = next(n for n in range(31) if asyncio.run(guess.Guess(5).step(said(f"{n:02d}"))).reward == 1)
-    other = "00" if secret else "30"
-    assert play(guess.Guess(5), lambda _: f"{secret:02d}") == (1.0, 1)
-    assert play(guess.Guess(5), lambda _: other) == (0.0, 5)
-
-
-def said(text: str) -> Message:
-    return Message(role="assistant", content=text)
-
-
 def test_who_follows_the_chain_finds_its_digit() -> None:
     def follow(messages: list[Message]) -> str:
         seen = messages[-1]["content"]
         return ("=" if seen.isdecimal() else "?") + seen
 
-    played = [play(chain.Chain(index, mean_s=0), follow) for index in range(3000)]
+    played = [play(chain.Chain(index, mean_s=0), follow) for index in range(1000)]
     assert {reward for reward, _ in played} == {1.0}
     links = [turns - 1 for _, turns in played]
     assert min(links) == 1 and max(links) == chain.MAX_LINKS
     # P(links >= n) = n^-1.1 for n up to 30: a mean of the sum of these, 3.7.
     expected = sum(n**-chain.TAIL_EXPONENT for n in range(1, chain.MAX_LINKS + 1))
-    assert statistics.mean(links) == pytest.approx(expected, rel=0.08)
-
-
-def test_the_oracle_of_chain_succeeds_in_three_of_five() -> None:
-    rng = random.Random(0)
-    rewards = [play(chain.Chain(i, mean_s=0), lambda said: chain.oracle(said, rng))[0] for i in range(3000)]
-    assert 0.55 < statistics.mean(rewards) < 0.63
+    assert statistics.mean(links) == pytest.approx(expected, rel=0.12)
 
 
 @pytest.mark.parametrize("reply", ["", "?", "?A", "=1", "?1"])
 def test_any_other_reply_ends_the_chain(reply: str) -> None:
     assert play(chain.Chain(3, mean_s=0), lambda said: reply) == (0.0, 1)
-
-
-def test_look_ups_take_lognormal_times_with_the_given_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-
-    async def sleep(time_s: float) -> None:
-        slept.append(time_s)
-
-    monkeypatch.setattr(chain.asyncio, "sleep", sleep)
-    for index in range(3000):
-        play(chain.Chain(index, seed=1, mean_s=0.2, cv=1.0), lambda said: "?" + said[-1]["content"])
-    assert statistics.mean(slept) == pytest.approx(0.2, rel=0.06)
-    assert statistics.pstdev(slept) / statistics.mean(slept) == pytest.approx(1.0, rel=0.2)
-
-
-def test_an_index_is_the_same_episode_every_time() -> None:
-    async def first(env: Any) -> tuple[list[Message], Step]:
-        return list(await env.start()), await env.step(said("?x"))
-
-    assert asyncio.run(first(chain.Chain(7, mean_s=0))) == asyncio.run(first(chain.Chain(7, mean_s=0)))

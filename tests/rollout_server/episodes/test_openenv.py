@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
@@ -79,25 +78,6 @@ def test_an_episode_of_a_server_is_played() -> None:
         {"type": "reset", "data": {"seed": 2**31 - 3}},
         *({"type": "step", "data": {"text": text}} for text in "abc"),
     ]
-
-
-def test_without_a_field_the_model_sees_the_whole_observation() -> None:
-    (row,) = played(Server()).rows
-    assert TOKENIZER.decode(row.tokens).startswith('{"hint": "turn 0", "n": 0}<sep>a')
-
-
-def test_a_subclass_says_how_replies_and_observations_read() -> None:
-    class Game(OpenEnv):
-        def action(self, reply: Message) -> dict[str, Any]:
-            return {"move": ord(reply["content"])}
-
-        def shown(self, observation: Any) -> str:
-            return f"<{observation['n']}>"
-
-    server = Server()
-    (row,) = played(server, Game).rows
-    assert TOKENIZER.decode(row.tokens).startswith("<0><sep>a<eos>\n<1><sep>")
-    assert server.asked[1]["data"] == {"move": 97}
 
 
 @pytest.mark.parametrize(("kind", "answer", "named"), [

@@ -24,19 +24,9 @@ def test_the_passage_that_says_most_about_the_words_comes_first(notes: TextFolde
     )
 
 
-def test_files_of_subfolders_are_searched_and_named(notes: TextFolder) -> None:
-    assert notes.search("OAK", count=1) == "[more/plants.md] An oak is a tree."
-    assert notes.search("plants moss").startswith("[more/plants.md] Moss")
-
-
 @pytest.mark.parametrize("query", ["", "zebra", "6", "!?"])
 def test_a_search_without_a_result_says_so(notes: TextFolder, query: str) -> None:
     assert "[" not in notes.search(query)
-
-
-@pytest.mark.parametrize(("count", "found"), [(-1, 1), (1, 1), (2, 2), (100, 3)])
-def test_the_number_of_passages_is_limited(notes: TextFolder, count: int, found: int) -> None:
-    assert len(notes.search("has", count).split("\n\n")) == found
 
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:

@@ -51,20 +51,6 @@ def with_parser_server(answer: Any, use: Callable[[ServerParser], Awaitable[Any]
     return asyncio.run(run())
 
 
-def test_a_server_that_is_slow_once_is_asked_again() -> None:
-    asked = 0
-
-    async def answer(request: web.Request) -> web.Response:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            await asyncio.sleep(600)  # longer than the limit of a test
-        return web.json_response({"normal_text": "so", "calls": [{"name": "add", "parameters": '{"a": 1}'}]})
-
-    parsed = with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
-    assert parsed == Parsed("so", (("add", '{"a": 1}'),)) and asked == 2
-
-
 def test_a_reply_on_which_a_servers_parser_fails_is_an_error_that_the_model_reads() -> None:
     async def answer(request: web.Request) -> web.Response:
         if not (await request.json())["text"]:

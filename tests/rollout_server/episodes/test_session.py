@@ -9,8 +9,6 @@ import pytest
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
-from rollout_server.episodes.conversation.rendering import TurnRenderer
-from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.rows import num_shared_tokens
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from tests.kit.engines.fakes import completion
@@ -131,30 +129,6 @@ def test_a_failed_request_leaves_no_trace_and_its_retry_samples() -> None:
     asyncio.run(talk())
 
 
-def test_close_cancels_the_engine_and_later_requests_are_refused() -> None:
-    async def talk() -> None:
-        cancelled = asyncio.Event()
-
-        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                cancelled.set()
-            raise AssertionError
-
-        session = session_of(generate, TOKENIZER, [END])
-        asking = asyncio.create_task(ask(session, "a"))
-        await asyncio.sleep(0.01)
-        await session.close()
-        assert cancelled.is_set()
-        assert isinstance((await asyncio.gather(asking, return_exceptions=True))[0], asyncio.CancelledError)
-        with pytest.raises(EpisodeOver) as refused:
-            await ask(session, "a")
-        assert refused.value.reason == "ended" and session.counts.refused == 1
-
-    asyncio.run(talk())
-
-
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [({"max_turns": 1}, "turns"), ({"max_tokens": 8}, "length"), ({"max_tokens": 7}, "length")],
@@ -167,51 +141,6 @@ def test_a_session_without_room_says_so_and_keeps_its_turns(limits: dict[str, in
             await ask(session, "a", "r1", "b")  # 3 more
         assert over.value.reason == reason
         assert shown(session) == [("a<sep>r1<eos>", "r1<eos>")]
-
-    asyncio.run(talk())
-
-
-class CountingTokenizer:
-    """A tokenizer that records the lengths of the texts that it gets."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.lengths = tokenizer, list[int]()
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        self.lengths.append(len(text))
-        return self.tokenizer(text, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-
-@pytest.mark.parametrize("longer", ["messages", "tools"])
-def test_messages_and_tools_far_too_long_are_refused_before_they_are_tokenized(longer: str) -> None:
-    tokenizer, ends = CountingTokenizer(tokenizer_of("qwen2_5")), end_tokens("qwen2_5")
-    reader = ReplyReader(tokenizer.tokenizer, ends, JsonParser("hermes"))
-    limits = SessionLimits(max_tokens=200, max_reply_tokens=20, max_turns=9)
-    session = Session(scripted(tokenizer.tokenizer, ["r1"]), TurnRenderer(tokenizer, ends), reader, limits)
-    long = "a" * 10_000_000
-    tool = {"type": "function", "function": {"name": "f", "description": long, "parameters": {"type": "object"}}}
-
-    async def talk() -> None:
-        with pytest.raises(EpisodeOver) as refused:
-            await session.reply([user(long if longer == "messages" else "a")], [tool] if longer == "tools" else ())
-        assert refused.value.reason == "length"
-        await ask(session, "short")
-
-    asyncio.run(talk())
-    assert 0 < max(tokenizer.lengths) < 1000
-
-
-def test_conversations_without_room_are_not_kept() -> None:
-    async def talk() -> None:
-        session = session_with("r1", max_tokens=8)
-        await ask(session, "a")
-        for number in range(50):
-            with pytest.raises(EpisodeOver):
-                await ask(session, f"longer than that {number}")
-        assert len(session.contexts) == 1 and session.counts.rewritten == 0
 
     asyncio.run(talk())
 
@@ -231,23 +160,6 @@ def test_a_request_can_lower_the_limit_of_its_reply() -> None:
 
     asyncio.run(talk())
     assert rooms == [5, 3, 5, 2]
-
-
-@pytest.mark.parametrize("messages", [[], [user("a"), said("b")]])
-def test_a_conversation_without_a_message_to_reply_to_is_refused(messages: list[Message]) -> None:
-    with pytest.raises(ValueError):
-        asyncio.run(session_with("r1").reply(messages))
-
-
-def test_agents_may_tell_a_reply_in_their_own_way() -> None:
-    async def talk() -> None:
-        session = session_with(" r1 ", "r2")
-        reply = (await session.reply([user("a")])).message
-        assert reply["content"] == " r1 "
-        await session.reply([user("a"), {"role": "assistant", "content": "r1", "name": "bot"}, user("b")])
-        assert len(session.rows()) == 1 and session.counts.rewritten == 0
-
-    asyncio.run(talk())
 
 
 @pytest.mark.parametrize(("sends_thinking", "num_rows"), [(True, 1), (False, 2)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.episodes.user_code.faults import CodeExitError, Fault
+from rollout_server.episodes.user_code.faults import Fault
 from rollout_server.episodes.user_code.time_limits import ForeignCode, in_thread
 
 
@@ -88,56 +88,3 @@ def test_code_that_would_end_the_event_loop_ends_its_own_call(code: Any, name: s
 
     fault = Fault.of(asyncio.run(run()))
     assert re.fullmatch(rf"{name}(, at .*test_time_limits\.py:\d+)?", str(fault))
-
-
-def test_a_forgotten_task_that_exits_harms_nobody() -> None:
-    async def forget() -> None:
-        asyncio.create_task(exits())  # noqa: RUF006
-
-    async def run() -> int:
-        code = ForeignCode()
-        await code.call(forget, 20, "the environment's step")
-        await asyncio.sleep(0.01)
-        return await code.end_created_tasks()
-
-    assert asyncio.run(run()) == 0
-
-
-def test_a_caller_that_is_cancelled_cancels_the_code() -> None:
-    ended: list[str] = []
-
-    async def wait() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("code")
-
-    async def run() -> None:
-        code = ForeignCode()
-        call = asyncio.create_task(code.call(wait, 60, "the environment's step"))
-        await asyncio.sleep(0.01)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await code.end_cancelled_calls()
-        assert call.cancelled() and ended == ["code"]
-
-    asyncio.run(run())
-
-
-def test_the_stack_of_a_guarded_task_can_be_printed() -> None:
-    async def run() -> list[str]:
-        names = []
-
-        async def look() -> None:
-            task = asyncio.create_task(exits_at_its_end())
-            await asyncio.sleep(0)
-            names.extend([frame.f_code.co_name for frame in task.get_stack()])
-            task.cancel()
-            with pytest.raises(CodeExitError):
-                await task
-
-        await ForeignCode().call(look, 20, "the environment's step")
-        return names
-
-    assert asyncio.run(run()) == ["exits_at_its_end"]

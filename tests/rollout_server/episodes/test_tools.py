@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import re
+import sys
 import threading
 from typing import Any
 
@@ -112,26 +112,20 @@ def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read() -> None:
     assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (4, 4, 0)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (SystemExit(2), "SystemExit: 2"), (KeyboardInterrupt(), "KeyboardInterrupt: "),
-        (asyncio.CancelledError("gone"), "CancelledError: gone"),
-    ],
-)  # fmt: skip
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_tool_that_would_end_the_event_loop_is_a_failed_call(error: BaseException, said: str, is_async: bool) -> None:
+def test_a_tool_that_would_end_the_event_loop_is_a_failed_call(is_async: bool) -> None:
     async def leave_later() -> str:
         """Leave."""
-        raise error
+        raise asyncio.CancelledError("gone")
 
     def leave() -> str:
         """Leave."""
-        raise error
+        sys.exit("gone")
 
     tools = [Tool.from_function(leave_later if is_async else leave), Tool.from_function(example_tools.weather)]
     texts, caller = answered(call(tools[0].name, {}), call("weather", {"city": "Bonn"}, 1), tools=tools)
-    assert texts == [f"error: {said}", '{"city": "Bonn", "temperature": "21 C"}']
+    said = "CancelledError" if is_async else "SystemExit"
+    assert texts == [f"error: {said}: gone", '{"city": "Bonn", "temperature": "21 C"}']
     assert (caller.counts.calls, caller.counts.failed) == (2, 1)
 
 
@@ -188,12 +182,6 @@ def test_a_reply_with_hundreds_of_calls_holds_up_no_other_episode() -> None:
     assert (hog.counts.calls, hog.counts.failed) == (305, 289)
 
 
-def test_a_reply_with_hundreds_of_malformed_calls_is_told_of_a_few() -> None:
-    texts, caller = answered(call("add", {"a": 1}), errors=("'{' is no call",) * 100)
-    assert texts[0] == "1" and texts[1:-1] == ["error: '{' is no call"] * 15 and "the last 85" in texts[-1]
-    assert (caller.counts.calls, caller.counts.failed) == (101, 100)
-
-
 async def total(numbers: list[int]) -> int:
     return sum(numbers)
 
@@ -214,40 +202,6 @@ def test_a_long_result_or_error_loses_its_middle() -> None:
     )  # fmt: skip
     for text, start in zip(texts, ("error: ValueError: xxx", "error: numbers.0: ", "error: xxx"), strict=True):
         assert len(text) < MAX_RESULT_CHARACTERS + 50 and text.startswith(start) and "characters" in text
-
-
-def test_the_awaitable_that_a_plain_function_returns_is_awaited() -> None:
-    texts, caller = answered(call("passes_on", {"numbers": [1, 2]}), tools=[Tool.from_function(passes_on)])
-    assert (texts, caller.counts.failed) == (["3"], 0)
-
-
-WANTS_IDS = """{%- for message in messages %}
-{%- if message.role == "tool" %}
-{%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 or message.name is not defined %}
-{{- raise_exception("a result needs an id of nine characters, and a name") }}
-{%- endif %}{{- "[RESULT]" + message.content + "[/RESULT]" }}
-{%- elif message.role == "user" %}{{- "[INST]" + message.content + "[/INST]" }}
-{%- else %}{{- message.content + eos_token }}
-{%- endif %}
-{%- endfor %}"""
-"""A chat template that wants of results what Mistral's wants."""
-
-
-def test_a_malformed_call_is_told_by_a_template_that_wants_ids() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
-    tokenizer.chat_template = WANTS_IDS
-    ends, replies = [tokenizer.eos_token_id], ["<tool_call>{bad</tool_call>", "I can't."]
-    question = Question(messages=({"role": "user", "content": "17+25?"},), ground_truth="42")
-
-    def opened() -> Session:
-        reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
-        return Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader, LIMITS)
-
-    runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=10), 4)
-    tools = [Tool.from_function(example_tools.add)]
-    episode = asyncio.run(runner.run(lambda: QuestionEnv(question, tools), opened))
-    assert (episode.end, episode.answer) == ("done", "I can't."), episode.error
-    assert "[RESULT]error: '{bad'" in tokenizer.decode(episode.rows[0].tokens)
 
 
 def test_a_class_is_a_set_of_tools_with_the_state_of_one_episode() -> None:

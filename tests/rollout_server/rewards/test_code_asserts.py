@@ -19,6 +19,11 @@ _CHECK = "def check(candidate):\n    {}\ncheck(f)"
     [
         ("assert f(3) == 7, f'got {f(3)}'", "_keep_result(f(3))", ["_0 == 7"]),
         ("assert f(3)", "_keep_result(_builtins.bool(f(3)))", ["_0"]),
+        ("assert 7 == f(3)", "_keep_result(f(3))", ["7 == _0"]),
+        ("assert (f(3) == 7) == True", "_keep_result(f(3))", ["(_0 == 7) == True"]),
+        ("assert not (f(3) != 7)", "_keep_result(f(3))", ["not _0 != 7"]),
+        ("assert round(f(3), 2) == 7", "_keep_result(f(3))", ["round(_0, 2) == 7"]),
+        ("assert 6.5 < f(3) < 7.5", "_keep_result(f(3))", ["6.5 < _0 < 7.5"]),
         ("assert set(f((3, 4))) == set((4, 3))", "_keep_result(f((3, 4)))", ["set(_0) == set((4, 3))"]),
         ("assert f(Node(3)) == 7", "_keep_result(f(Node(3)))", ["_0 == 7"]),
         ("assert Solution().f(3) == 7", "_keep_result(Solution().f(3))", ["_0 == 7"]),

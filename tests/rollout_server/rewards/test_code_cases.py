@@ -99,14 +99,6 @@ def test_two_results_are_none() -> None:
     assert not case.is_passed_by(f"\n{case.marker} 2\n{case.marker} 1\n")
 
 
-@pytest.mark.parametrize("empty", ["", [], None])
-def test_a_column_that_a_question_does_not_use_may_be_empty(empty: object) -> None:
-    (case,) = read_cases({"assert_case": empty, "fn_name": empty, "inputs": ["1"], "outputs": ["2"]})
-    assert (case.stdin, case.expected) == ("1", "2")
-    (case,) = read_cases({"assert_case": ["assert f(1) == 2"], "inputs": empty, "outputs": empty})
-    assert case.kind == "outside"
-
-
 @pytest.mark.parametrize("tests", [
     [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": "", "outputs": "", "assert_case": ""},
     {"inputs": "", "outputs": [1]}, {"inputs": [], "outputs": []}, {"assert_case": [1]},
@@ -138,13 +130,6 @@ def test_the_last_block_of_the_language_is_the_program_however_it_is_written(sai
     assert find_program(said, CodeSettings()) == program
 
 
-@pytest.mark.parametrize("language", ["Python", "C++", "c++", "BASH"])
-def test_another_language_in_any_case_is_found(language: str) -> None:
-    for word in (language, language.lower(), language.upper()):
-        said = f"```{word}\nx\n```\n```rust\ny\n```"
-        assert find_program(said, CodeSettings(languages=[language])) == "x\n"
-
-
 @pytest.mark.parametrize(("expected", "value", "is_right"), [
     ({"1": 2}, {1: 2}, True), ({"1": 2}, {"1": 2}, True), ({"1": 2}, {1: 3}, False), ([{"-1": [2]}], {-1: [2]}, True),
     ({"1": 2, "a": 3}, {1: 2, "a": 3}, False), ({"01": 2}, {1: 2}, False), ([[{"0": {"5": 1}}]], [{0: {5: 1}}], True),
@@ -170,7 +155,3 @@ def test_an_answer_with_an_import_of_the_future_has_the_other_imports(future: st
         sys.modules.pop("answer", None)
         sys.modules.update(before)
     assert names["found"] == 4
-
-
-def test_an_answer_that_is_wrapped_is_the_whole_program() -> None:
-    assert find_program(" x + 1\n", CodeSettings(wrap="print({answer})")) == "print(x + 1)"

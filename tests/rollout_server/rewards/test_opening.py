@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -67,46 +67,3 @@ def test_opening_that_fails_or_hangs_fails_its_group_and_is_tried_again() -> Non
     verdicts, counts = asyncio.run(score())
     assert [each.reward for each in verdicts] == [1.0] and counts["scoring/service/failed"] == 3
     assert [each[2] == 0.1 for each in waits] == [True] * 4 + [False]  # the last one scores
-
-
-def all_scored_by(opened: Callable[[Config, Any], AbstractAsyncContextManager[Any]], groups: int = 1) -> list[Any]:
-    """The verdicts on groups, scored at once by a reward that may take 0.5 s to open, or their errors."""
-
-    async def score() -> list[Any]:
-        scoring = Scoring(make_config(timeouts={"startup_s": 0.5}), [named(Reward(open=opened), name="service")])
-        try:
-            scores = (scoring.score(QUESTION, [told("4")]) for _ in range(groups))
-            return await asyncio.gather(*scores, return_exceptions=True)
-        finally:
-            await scoring.aclose()
-
-    return asyncio.run(score())
-
-
-def test_groups_that_wait_for_an_opening_that_hangs_fail_with_it() -> None:
-    durations_s = iter([60.0, 0.2])  # the second would be in time
-
-    @asynccontextmanager
-    async def opened(config: Config, settings: Any) -> AsyncIterator[Callable[..., Any]]:
-        await asyncio.sleep(next(durations_s))
-        yield lambda question, response: 1.0
-
-    errors = all_scored_by(opened, groups=3)
-    assert {type(each) for each in errors} == {RewardError} and all("timeouts.startup_s" in str(e) for e in errors)
-    assert next(durations_s) == 0.2  # it was opened once
-
-
-@pytest.mark.parametrize("error", [asyncio.CancelledError("gone"), SystemExit("gone"), None])
-def test_an_opening_that_exits_or_can_not_be_cancelled_fails_its_group(error: BaseException | None) -> None:
-    @asynccontextmanager
-    async def opened(config: Config, settings: Any) -> AsyncIterator[Callable[..., Any]]:
-        if error:
-            raise error
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
-        await asyncio.sleep(60)
-        yield lambda question, response: 1.0
-
-    (failed,) = all_scored_by(opened)
-    assert isinstance(failed, RewardError) and str(failed).startswith("service: ")
-    assert ("gone" if error else "timeouts.startup_s") in str(failed)

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
 import pytest
 
-from async_rl.base.errors import RewardError, WaitTimeoutError
+from async_rl.base.errors import RewardError
 from rollout_server.rewards.reward_calls import RewardThreads
 
 NUM_THREADS = 4
@@ -33,19 +31,10 @@ def test_results_come_back_in_order() -> None:
     assert run([lambda: 1, lambda: 0.5, lambda: True]) == [1.0, 0.5, 1.0]
 
 
-def test_a_group_without_an_answer_that_can_be_scored_gets_no_rewards() -> None:
-    assert asyncio.run(RewardThreads(5, 1).run([])) == []
-
-
 def test_a_raising_call_is_named_with_the_file_and_line_that_raised() -> None:
     line = _raise.__code__.co_firstlineno + 1
     with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_reward_threads\.py:{line}$"):
         run([lambda: 1.0, _raise])
-
-
-def test_a_call_that_exits_fails_its_group() -> None:
-    with pytest.raises(RewardError, match="SystemExit: 3"):
-        run([lambda: 1.0, partial(sys.exit, 3)])
 
 
 def test_a_call_that_hangs_fails_its_own_group_only(release: threading.Event) -> None:
@@ -78,17 +67,6 @@ def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.
         assert not thread.is_alive()  # those replaced have ended as well
 
 
-def test_a_hanging_reward_of_a_cancelled_group_is_logged(release: threading.Event) -> None:
-    begun: list[int] = []
-    async def cancel_hanging() -> None:
-        with closing(RewardThreads(0.1, 1)) as threads:
-            await cancelled([threads.run([partial(_hang, release, begun)])], begun)
-            await threads.run([lambda: 2.0])
-
-    with pytest.warns(UserWarning, match=r"timeouts\.reward_s = 0\.1"):
-        asyncio.run(cancel_hanging())
-
-
 def test_a_cancelled_group_begins_on_no_further_answer(release: threading.Event) -> None:
     begun: list[int] = []
 
@@ -109,44 +87,6 @@ def test_the_answers_of_a_group_are_scored_at_the_same_time() -> None:
     assert run([lambda: together.wait() >= 0] * NUM_THREADS) == [1.0] * NUM_THREADS
 
 
-def test_the_timeout_is_for_one_call_without_its_wait_for_a_thread() -> None:
-    async def queue_up() -> list[list[float]]:
-        with closing(RewardThreads(1, 1)) as threads:
-            return await asyncio.gather(*(threads.run([partial(_slow, 0.25)] * 2) for _ in range(3)))
-
-    assert asyncio.run(queue_up()) == [[1.0] * 2] * 3
-
-
-def test_the_limit_of_a_group_is_twice_what_all_before_it_may_take(release: threading.Event) -> None:
-    async def limits() -> list[float]:
-        with closing(RewardThreads(10, 2)) as threads:
-            empty = threads.limit_s(8)
-            queued = [asyncio.ensure_future(threads.run([release.wait] * 5)) for _ in range(2)]
-            while (behind := threads.limit_s(8)) != 180:  # once two of the ten run
-                await asyncio.sleep(0.01)
-            release.set()
-            await asyncio.gather(*queued)
-            return [empty, behind]
-
-    # 8 calls of 10 s in 2 threads, after the two that may run: 5 rounds. With 8 calls in the queue before them: 9.
-    assert asyncio.run(limits()) == [100, 180]
-
-
-def test_answers_that_no_thread_takes_end_with_an_error_that_names_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-
-    async def wait_for_no_thread() -> None:
-        threads = RewardThreads(0.05, 2)
-        first = asyncio.ensure_future(threads.run([lambda: 1.0] * 4))
-        await asyncio.sleep(0)
-        with pytest.raises(WaitTimeoutError, match=r"^3 .*0\.5 s.* 2 .* 4 "):
-            await threads.run([lambda: 1.0] * 3)
-        with pytest.raises(WaitTimeoutError, match=r"^4 .* 0 .*0\.05 s"):
-            await first
-
-    asyncio.run(wait_for_no_thread())
-
-
 async def cancelled(runs: list, begun: list) -> None:
     """Start the runs, and cancel them once a call has begun."""
     tasks = [asyncio.ensure_future(run) for run in runs]
@@ -164,8 +104,3 @@ def _hang(release: threading.Event, begun: list[int], number: int = 0) -> float:
 
 def _raise() -> float:
     return {}["unit"]  # type: ignore[no-any-return]
-
-
-def _slow(seconds: float) -> float:
-    time.sleep(seconds)
-    return 1.0

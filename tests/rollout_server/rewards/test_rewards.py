@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
-import resource
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,25 +76,15 @@ def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
     ("response", "answer", "other"),
     [
         ("<think>It may be \\boxed{24}. No.</think>\nThe answer is 72.", "72", "24"),
-        ("<think>The answer is 24. No.</think>\n\nIt is 72.", "72", "24"),
-        ("<answer>7</answer>", "7", "9"),
         ("<think>It is 24</think><answer>\n72 clips</answer> I hope", "72", "24"),
         ("<answer>24</answer> is wrong: <answer>\\boxed{72}</answer>", "72", "24"),
         ("<think>Either 1 or 2</think> so <answer>3 1/2", "3 1/2", "5"),
-        ("\\boxed{72} in <answer> tags.", "72", "24"),
         ("\\boxed{72} in <answer> tags, as step 2 says.", "72", "2"),
         ("\\boxed{72} <answer>see above</answer>", "72", "24"),
-        ("\\boxed{72} <answer>The number in the box</answer>", "72", "24"),
-        ("\\boxed{72}, in <answer> and </answer> tags", "72", "24"),
-        ("First \\boxed{24}. Then corrected. <answer>72", "72", "24"),
         ("First \\boxed{24}. Then corrected. <answer> $x = 72$", "72", "24"),
         ("3 x 4 = 12. <answer>I don't know</answer>", "none", "12"),
-        ("3 x 4 = 12. <answer>see above</answer>", "none", "12"),
-        ("It is \\boxed{12}? <answer>No solution</answer>", "none", "12"),
         ("It is \\boxed{12}? <answer>None of the above</answer>", "none", "12"),
-        ("<think>a</think>Candidates 11, 12. <answer>n</answer>", "none", "12"),
         ("\\boxed{24} is wrong: <answer>72</answer>, written in <answer> tags.", "72", "24"),
-        ("I write it in <answer> tags: \\boxed{72}", "72", "24"),
         ("<think>It is \\boxed{24}.</think>\n", "24", "72"),
         ("<think>It is \\boxed{24}.</think>\nI do not know.", "none", "24"),
     ],
@@ -111,12 +98,10 @@ def test_math_verify_compares_what_follows_the_thoughts(response: str, answer: s
     ("response", "right", "wrong"),
     [
         ("So it is \\boxed{41}. Wait, I forgot one, so it is \\boxed{42}.", "42", "41"),
-        ("First \\boxed{\\frac{1}{2}}, then \\boxed{41}, and finally $\\boxed{42}$", "42", "41"),
         ("\\boxed{5}. Wait, it is \\boxed{41} and \\boxed{42}.", "41, 42", "42"),
         ("$x=\\boxed{41} \\text{ or } \\boxed{42}$", "41, 42", "42"),
         ("The one is \\boxed{41}, the other is \\boxed{42}.", "41, 42", "41"),
         ("It is \\boxed{\\boxed{42}}, I am sure.", "42", "41"),
-        ("The final answer is $41$. I hope it is correct. \\boxed{0} or rather \\boxed{42}", "42", "41"),
         ("\\boxed{0}. The final answer is $41$. I hope so. No: \\boxed{42}", "42", "41"),
         ("\\boxed{0}, no, \\boxed{42}. The final answer is $41$. I hope it is.", "42", "41"),
         ("Answer: $41$. \\boxed{(} and then \\boxed{42}", "42", "41"),
@@ -135,20 +120,6 @@ def test_math_verify_works_from_several_threads_at_once() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(check, range(8))) == [(1, 0)] * 8
-
-
-@pytest.mark.processes
-def test_math_verify_works_where_a_thousand_files_and_more_are_open() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 2048:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        assert rules.MathChecker().is_equal("the answer is \\boxed{4}", "4")
-    finally:
-        for file in held:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.processes
@@ -181,50 +152,12 @@ def test_a_math_verify_process_that_hangs_is_killed_and_another_takes_its_place(
     assert checker.is_equal("$\\boxed{9}$", "9") and child not in math_processes() - before
 
 
-@pytest.mark.processes
-def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    before, checker = math_processes(), rules.MathChecker()
-    with ThreadPoolExecutor(2) as threads:
-        busy = [threads.submit(checker.is_equal, "$\\boxed{9^{9^{9}}}$", "3") for _ in range(2)]
-        while len(math_processes() - before) < 2:
-            time.sleep(0.01)
-        monkeypatch.setattr(rules, "IDLE_TIMEOUT_S", 0.1)
-        with pytest.raises(RewardError):
-            checker.is_equal("1", "1")
-        assert not any(each.result() for each in busy)
-
-
-@pytest.mark.parametrize(("cores", "children"), [(1, 2), (2, 2), (12, 12), (128, 32)])
-def test_there_is_a_math_verify_process_for_each_core_within_bounds(
-    monkeypatch: pytest.MonkeyPatch, cores: int, children: int
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert rules.num_children() == children
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "math_verify", "", "posixpath:join"])
-def test_no_more_threads_score_by_a_rule_than_there_are_math_verify_processes(name: str) -> None:
-    (found,) = open_rewards(changed(CONFIG, task={"reward": name}), Verifies())
-    assert found.at_once(found.reward.function) == (32 if ":" in name else rules.num_children())
-
-
 def test_the_source_of_a_row_picks_the_rule() -> None:
     assert rule_for_source("openai/gsm8k") == "gsm8k"
-    for source in ("lighteval/MATH", "HuggingFaceH4/MATH-500", "aime_2024", "amc23", "math_dapo"):
+    for source in ("lighteval/MATH", "aime_2024"):
         assert rule_for_source(source) == "math_verify"
     with pytest.raises(ConfigError, match="'codeforces'"):
         rule_for_source("codeforces")
-
-
-def test_a_rule_is_named_in_the_config() -> None:
-    def reward(name: str) -> float:
-        return opened(name)(about("3"), "It is 3")
-
-    assert reward("gsm8k") == 0
-    assert reward("gsm8k_flexible") == 1
 
 
 def test_a_custom_function_gets_the_question_and_the_response(
@@ -245,22 +178,8 @@ def test_a_reward_that_can_not_be_found_is_refused_by_its_key_and_name(name: str
         opened(name)
 
 
-@pytest.mark.parametrize(("code", "line"), [
-    ("def score(:\n", 1), ("\nscore = undefined\n", 2), ("int('x')\n", 1), ("import sys\nsys.exit(3)\n", 2),
-])  # fmt: skip
-def test_a_reward_module_that_raises_is_named_with_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: int
-) -> None:
-    module = f"broken_{len(code)}"
-    (tmp_path / f"{module}.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^task\.reward '{module}:score' .*{module}\.py(:|, line ){line}"):
-        opened(f"{module}:score")
-
-
 @pytest.mark.parametrize(("parameters", "is_taken"), [
-    ("response", False), ("prompt, response, answer, extra", False),
-    ("*arguments", True), ("question, response, scale=2.0", True),
+    ("response", False), ("prompt, response, answer, extra", False), ("question, response, scale=2.0", True),
 ])
 def test_a_reward_that_does_not_take_two_arguments_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, is_taken: bool

@@ -13,7 +13,6 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.config.section import section
 from async_rl.base.errors import ConfigError, RewardError
-from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, open_rewards
@@ -49,11 +48,6 @@ def test_numbers_besides_the_score_may_have_weights_too() -> None:
         scored([named(parts, name="parts", weights={"format": 0.2, "steps": 1.0})], "4")
     silent = named(lambda *_: None, name="parts", weight=0, weights={"format": 0.2})
     assert scored([silent], "4")[0][0].reward is None
-
-
-def test_the_only_reward_of_a_run_is_not_named_again_but_its_metrics_are() -> None:
-    (verdict,), _ = scored([named(length, name="length", logs_score=False)], "4")
-    assert verdict == Verdict(reward=0.1, values={"length/letters": 1})
 
 
 def test_an_answer_without_a_verdict_has_no_reward_and_says_why() -> None:
@@ -98,22 +92,13 @@ def test_a_reward_of_an_episode_sees_how_it_went() -> None:
     assert asyncio.run(score())[0].reward == -2
 
 
-class Odd:
-    """A number that can't be read."""
-
-    def __float__(self) -> float:
-        raise RuntimeError("no")
-
-
 @pytest.mark.parametrize(("value", "named_by"), [
-    (float("nan"), "nan"), (float("inf"), "inf"), ("high", "'high'"), ("1.0", "'1.0'"),
-    (RewardResult(float("nan")), "nan"), ([1.0], r"\[1\.0\]"), (-(10**400), "float"), ([10**5000], "list"),
-    (Odd(), "<"), ({"reward": 1.0, "acc": 1.0}, "{'reward'"),  # which is the score?
+    (float("nan"), "nan"), ("1.0", "'1.0'"), (RewardResult(float("nan")), "nan"), ([1.0], r"\[1\.0\]"),
+    (-(10**400), "float"), ({"reward": 1.0, "acc": 1.0}, "{'reward'"),  # which is the score?
     ({"score": "1.0"}, "'1.0'"), ({"score": 1.0, "steps": [1, 2]}, "steps"), ({"score": 1.0, "acc": np.nan}, "acc"),
-    ({"score": 1, "far": 10**5000}, "far"), (RewardResult(1.0, {"x": "y"}), "'y'"),  # type: ignore[dict-item]
-    (RewardResult(1.0, {1: 2.0}), "1"), (RewardResult(1.0, {"": 1.0}), "''"),  # type: ignore[dict-item]
+    ({"score": 1, "far": 10**5000}, "far"), (RewardResult(1.0, {1: 2.0}), "1"),  # type: ignore[dict-item]
     (RewardResult(1.0, {f"{i}": 1 for i in range(65)}), "65"),
-], ids=range(18))  # fmt: skip
+], ids=range(12))  # fmt: skip
 def test_a_score_or_a_metric_that_is_no_finite_number_is_refused(value: Any, named_by: str) -> None:
     with pytest.raises(RewardError, match=named_by):
         read_verdict(value)
@@ -127,32 +112,6 @@ def test_a_mapping_with_a_score_is_a_verdict_with_metrics_as_verl_has_it() -> No
     verdicts, _ = scored([named(lambda question, answer: {"score": 0.5, "acc": answer == "4"})], "4", "5")
     assert [each.values["task/acc"] for each in verdicts] == [1, 0]
     assert [each.reward for each in verdicts] == [0.5, 0.5]
-
-
-def test_more_numbers_than_a_row_may_have_are_refused() -> None:
-    """A row has 64 numbers, one of which is the environment's reward, if there is one."""
-    def logs(*counts: int, **config: Any) -> int:
-        numbers = [{str(number): 1.0 for number in range(count)} for count in counts]
-        rewards = [named(lambda *_, n=n: RewardResult(1.0, n), name=f"r{i}") for i, n in enumerate(numbers)]
-        return len(scored(rewards, "4", config=make_config(task=config))[0][0].values)
-
-    assert logs(40, 22) == 64 and logs(62, env="my_games:Game") == 63
-    with pytest.raises(RewardError, match="65"):
-        logs(40, 23)
-    with pytest.raises(RewardError, match=r"r0, r1.*\b64\b"):
-        logs(40, 22, env="my_games:Game")
-
-
-def test_a_name_that_is_too_long_behind_that_of_its_reward_is_refused() -> None:
-    """The buffer takes 200 characters, 6 of which are style/."""
-    for length, is_allowed in ((194, True), (195, False)):
-        rewards = [named(lambda *_, name="x" * length: RewardResult(1.0, {name: 1.0}), name="style")]
-        if is_allowed:
-            (verdict,), _ = scored(rewards, "4")
-            assert max(map(len, verdict.values)) == 200
-        else:
-            with pytest.raises(RewardError, match="201: style/xxx"):
-                scored(rewards, "4")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -173,17 +132,6 @@ def test_a_reward_that_hangs_or_raises_fails_its_group_with_its_name(is_async: b
 
     with pytest.raises(RewardError, match=r"^bad: ZeroDivisionError: .*test_scoring\.py"):
         scored([named(fail if is_async else lambda question, response: 1 / 0, name="bad")], "4")
-
-
-def test_failures_are_counted_by_the_name_of_the_reward() -> None:
-    async def count() -> dict[str, float]:
-        scoring = Scoring(make_config(), [named(lambda *_: 1 / 0, name="bad"), named(is_right, name="right")])
-        for _ in range(3):
-            with pytest.raises(RewardError):
-                await scoring.score(QUESTION, [told("4")])
-        return reduce_metrics(scoring.drain_metrics())
-
-    assert asyncio.run(count())["scoring/bad/failed"] == 3
 
 
 def test_no_more_calls_run_at_once_than_the_reward_allows() -> None:
@@ -209,15 +157,6 @@ def test_answers_of_a_group_are_scored_by_all_rewards_at_the_same_time() -> None
 
 def opened(config: Config) -> tuple[NamedReward, ...]:
     return open_rewards(config, SimpleNamespace(verify=is_right))
-
-
-def test_a_reward_of_weight_zero_may_count_by_its_other_numbers() -> None:
-    reward = {"reward": "math_verify", "weight": 0}
-    with pytest.raises(ConfigError, match=r"^task\.rewards"):
-        make_config(task={"rewards": [reward]})
-    config = make_config(task={"rewards": [reward | {"weights": {"format": 0.5}}]})
-    (opened,) = open_rewards(config, None)  # type: ignore[arg-type]
-    assert opened.weights == {"format": 0.5}
 
 
 def test_the_configuration_names_weighs_and_limits_each_reward() -> None:

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from async_rl.base.errors import ConfigError
-from rollout_server.rewards.code import sandbox as sandboxes
 from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
 from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
@@ -66,19 +65,18 @@ def test_a_misdeed_is_held_but_for_what_is_named(name: str, monkeypatch: pytest.
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("name", SOUND)
-def test_sound_programs_work(name: str) -> None:
-    program, last = SOUND[name]
-    ended = run(program, cpu_s=10.0)
-    assert (ended.exit_code, ended.output.strip()) == (0, last), ended
+def test_sound_programs_work() -> None:
+    with BUBBLEWRAP.open() as run:
+        for name, (program, last) in SOUND.items():
+            ended = run(program, "7\n", RunLimits(wall_s=20.0, cpu_s=10.0))
+            assert (ended.exit_code, ended.output.strip()) == (0, last), (name, ended)
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("name", ["arrays", "linear algebra"])
-def test_programs_import_what_their_python_has_installed(name: str) -> None:
-    text = {"arrays": "np.arange(7).sum()", "linear algebra": "round(np.linalg.inv(np.eye(9)).trace())"}[name]
-    ended = run(f"import numpy as np\nprint({text})", sandbox=Bubblewrap(python=sys.executable), cpu_s=20.0)
-    assert ended.output == {"arrays": "21\n", "linear algebra": "9\n"}[name], ended
+def test_programs_import_what_their_python_has_installed() -> None:
+    text = "import numpy as np\nprint(np.arange(7).sum(), round(np.linalg.inv(np.eye(9)).trace()))"
+    ended = run(text, sandbox=Bubblewrap(python=sys.executable), cpu_s=20.0)
+    assert ended.output == "21 9\n", ended
 
 
 @needs_bubblewrap
@@ -134,46 +132,16 @@ def test_a_sandbox_that_is_stopped_is_killed_with_all_its_processes(python: str)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
-class Deaf(Bubblewrap):
-    """An interpreter that is ready, closes its output, and reads no program."""
-
-    def command_line(self, user: int | None) -> list[str]:
-        code = "import os, time; os.write(1, b'ready'.ljust(63) + b'\\n'); os.close(1); time.sleep(99)"
-        return [sys.executable, "-c", code]
-
-
-def test_an_interpreter_that_does_not_read_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "GRACE_S", 0.2)
-    interpreter = Interpreter(Deaf(), "")
-    interpreter.start()
-    assert interpreter.process
-    process, began_s = interpreter.process, time.monotonic()
-    with pytest.raises(SandboxDiedError, match="did not read"):
-        interpreter.run("x" * (1 << 20), "", RunLimits(wall_s=0.2))
-    assert time.monotonic() - began_s < 20 and process.poll() == -9 and interpreter.process is None
-
-
 @needs_bubblewrap
-def test_a_program_that_removes_its_own_file_is_one_like_others() -> None:
-    with Bubblewrap(command=["bash"]).open() as run:
-        assert run("rm $0; echo 5").output == "5\n"
-        assert run("rm $0; mkdir $0; echo 6").output == "6\n"
-        assert run("echo 7").output == "7\n"
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize("name", ["bash", "perl", "awk", "node"])
+@pytest.mark.parametrize("name", ["bash", "node"])
 def test_programs_of_other_languages_work(name: str) -> None:
     program = {
         "bash": "read n; for i in 1 2; do echo $((n * i)) | cat; done",
-        "perl": "my $n = <STDIN>; print $n * 1, \"\\n\", $n * 2, \"\\n\";",
-        "awk": "BEGIN { getline n < \"/dev/stdin\"; print n * 1; print n * 2 }",
         "node": "const n = +require('fs').readFileSync(0, 'utf8'); console.log(n); console.log(n * 2)",
     }[name]  # fmt: skip
     if not os.path.exists(f"/usr/bin/{name}"):
         pytest.skip(f"there is no /usr/bin/{name}")
-    command = ["awk", "-f"] if name == "awk" else [name]
-    ended = run(program, sandbox=Bubblewrap(command=command), memory_bytes=8 << 30)
+    ended = run(program, sandbox=Bubblewrap(command=[name]), memory_bytes=8 << 30)
     assert (ended.exit_code, ended.output) == (0, "7\n14\n"), ended
 
 
@@ -182,25 +150,6 @@ def test_a_command_that_is_not_there_is_refused() -> None:
     Bubblewrap(command=["bash"]).check()
     with pytest.raises(ConfigError, match="no-such-language"):
         Bubblewrap(command=["no-such-language"]).check()
-
-
-@pytest.mark.parametrize("has_bubblewrap", [False, True])
-def test_where_bubblewrap_can_not_contain_programs_the_error_names_the_three_ways(
-    has_bubblewrap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if has_bubblewrap:
-        (tmp_path / "bwrap").write_text("#!/bin/sh\necho bwrap: setting up uid map: Permission denied >&2; exit 1\n")
-        (tmp_path / "bwrap").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    else:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    python = tmp_path / "python"
-    python.symlink_to(sys.executable)
-    with pytest.raises(ConfigError) as caught:
-        Bubblewrap(python=str(python)).check()
-    words = ("Permission denied" if has_bubblewrap else "not installed", "user namespaces", "task.sandbox.url",
-             "task.sandbox.kind: none")  # fmt: skip
-    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_programs_that_are_not_contained_still_have_limits() -> None:

@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 
 from async_rl.base.config.task_parts import SandboxConfig
-from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code import sandbox
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
 from rollout_server.rewards.code.sandbox import RunLimits, SandboxDiedError, Service
-from tests.kit.configs import changed
-from tests.kit.rewards import of
 
 pytestmark = pytest.mark.processes
 FIELDS = {
@@ -133,9 +129,3 @@ def test_a_reply_that_never_ends_is_given_up_after_the_run_and_the_margin(
     StandIn.trickles = True
     with pytest.raises(SandboxDiedError, match="in time"):
         Service(url=url).run("print(1)", "", RunLimits(wall_s=0.1))
-
-
-def test_a_service_that_is_not_there_is_refused_at_the_door() -> None:
-    config = changed(of({"reward": "code"}), task={"sandbox": SandboxConfig(url="http://127.0.0.1:9")})
-    with pytest.raises(ConfigError, match=r"task\.sandbox\.url"):
-        open_rewards(config, None)  # type: ignore[arg-type]

@@ -37,7 +37,6 @@ def texts(compared: ComparedAnswers) -> list[str]:
     return [TOKENIZER.decode([*each.prompt, *each.answer]) for each in compared.answers]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("row", [
     {"prompt": "Hi?", "chosen": "yes", "rejected": "no"},
     {"prompt": [USER], "chosen": [reply("yes")], "rejected": [reply("no")]},
@@ -48,11 +47,12 @@ def texts(compared: ComparedAnswers) -> list[str]:
     {"prompt": [USER], "answers": [[reply("yes")], [reply("no")]], "ranks": [4, 7]},
 ])  # fmt: skip
 def test_pairs_in_trls_columns_and_rankings_are_read_as_the_policy_would_answer(
-    tmp_path: Path, row: dict[str, Any], suffix: str
+    tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    (compared,) = read(tmp_path, row, suffix=suffix).comparisons
-    assert texts(compared) == ["Hi?<sep>yes<eos>", "Hi?<sep>no<eos>"]
-    assert compared.pairs == [(0, 1, 0.0)] and compared.prompt == "Hi?<sep>"
+    for suffix in ("jsonl", "parquet"):
+        (compared,) = read(tmp_path, row, suffix=suffix).comparisons
+        assert texts(compared) == ["Hi?<sep>yes<eos>", "Hi?<sep>no<eos>"]
+        assert compared.pairs == [(0, 1, 0.0)] and compared.prompt == "Hi?<sep>"
 
 
 def test_a_conversation_has_its_earlier_turns_in_the_prompt(tmp_path: Path) -> None:
@@ -90,15 +90,6 @@ def test_what_a_run_would_not_allow_is_left_out_and_counted(tmp_path: Path) -> N
     assert (len(found.comparisons), found.too_long) == (1, 2)
     with pytest.raises(ConfigError, match=r"^reward_training\.path"):
         read(tmp_path, long_answer)
-
-
-def test_parquet_with_columns_that_rows_leave_empty(tmp_path: Path) -> None:
-    found = read(
-        tmp_path, {"prompt": "a", "chosen": "x", "rejected": "y", "answers": None},
-        {"prompt": "b", "chosen": None, "rejected": None, "answers": ["x", "y"]}, suffix="parquet",
-    )  # fmt: skip
-    assert [texts(each) for each in found.comparisons] == [["a<sep>x<eos>", "a<sep>y<eos>"],
-                                                           ["b<sep>x<eos>", "b<sep>y<eos>"]]
 
 
 @pytest.mark.parametrize(("row", "named"), [

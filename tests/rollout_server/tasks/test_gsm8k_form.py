@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from async_rl.base.config import ColumnsConfig
@@ -29,22 +27,15 @@ def test_a_file_of_gsm8ks_own_form_is_told_with_the_instruction_that_is_added(tm
     assert "rows.jsonl" in caution and INSTRUCTION in caution and "task.columns" in caution
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("rows", "told"), [
-    ([HEADING, HEADING | {"question": "And SFT?"}], ""), ([HEADING, PLAIN], ""),
-    ([{"question": "?", "answer": "#### 7 apples"}], ""), ([{"question": "?", "answer": "#### 7\nSo it is."}], ""),
-    ([{"question": "?", "answer": "It is #### 7"}], ""), ([GSM8K, PLAIN], "1 of 2 answers"),
-    ([GSM8K | {"id": 3}], "column id"),
-], ids=["a-heading-in-each", "a-heading-in-one", "words-after", "not-the-end", "within-a-line", "some", "a-column"])
+    ([HEADING, PLAIN], ""), ([{"question": "?", "answer": "#### 7 apples"}], ""),
+    ([{"question": "?", "answer": "#### 7\nSo it is."}], ""), ([{"question": "?", "answer": "It is #### 7"}], ""),
+    ([GSM8K, PLAIN], "1 of 2 answers"), ([GSM8K | {"id": 3}], "column id"),
+], ids=["a-heading", "words-after", "not-the-end", "within-a-line", "some", "a-column"])
 def test_another_file_of_questions_and_answers_stays_as_it_is(
-    tmp_path: Path, rows: list[dict[str, Any]], told: str, suffix: str
+    tmp_path: Path, rows: list[dict[str, Any]], told: str
 ) -> None:
-    path = tmp_path / f"rows{suffix}"
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        written(path, rows)
-    task = opened(str(path), shuffle=False)
+    task = opened(written(tmp_path / "rows.jsonl", rows), shuffle=False)
     for i, row in enumerate(rows):
         question = task.prompt(i).question
         assert question.messages == ({"role": "user", "content": row["question"]},)

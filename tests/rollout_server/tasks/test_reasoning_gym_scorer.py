@@ -164,30 +164,6 @@ def test_a_scorer_that_can_not_read_the_right_answer_fails_the_group_and_says_wh
         task.verify(broken, "x")
 
 
-@pytest.mark.processes
-@needs_bubblewrap
-def test_a_dataset_of_a_composite_is_scored_apart_only_if_it_has_to_be() -> None:
-    parts = [{"name": "spell_backward"}, {"name": "string_insertion", "config": {"min_string_length": 6}}]
-    task = open_task(config_of("composite", params={"datasets": parts}), TOKENIZER)
-    for prompt in map(task.prompt, range(4)):
-        question = prompt.question
-        right = question.ground_truth
-        assert task.verify(question, right) == 1
-        name = question.source.removeprefix("reasoning_gym/")
-        assert task.verify(question, repr(list(right))) == directly(name, question, repr(list(right)))
-
-
-def test_a_reward_of_too_little_time_for_an_answer_that_is_late_is_refused() -> None:
-    def opened_with(name: str, reward_s: float) -> None:
-        config = changed(config_of(name, "none"), timeouts={"reward_s": reward_s})
-        open_rewards(config, open_task(config, TOKENIZER))
-
-    opened_with("countdown", 25.0)
-    opened_with("spell_backward", 1.0)
-    with pytest.raises(ConfigError, match=r"^timeouts\.reward_s .*25"):
-        opened_with("countdown", 24.0)
-
-
 def test_listed_scorers_only_compare_an_answer() -> None:
     datasets = {name: DATASETS[name][0](DATASETS[name][1]()) for name in set(DATASETS) - {"composite"}}
     comparing = {name for name, dataset in datasets.items() if only_compares(name, dataset)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import dump_config
-from async_rl.base.errors import ConfigError
 from rollout_server.tasks.base import open_task
 from rollout_server.tasks.trajectory_texts import TrajectoryTexts
 from tests.kit.configs import changed, make_config
@@ -65,25 +63,8 @@ def test_rows_from_before_another_seed_have_no_ground_truth_of_another_question(
     assert all(truth in (None, str(row["data_row"])) for truth, row in zip(found, before, strict=True))
 
 
-def test_rows_from_before_another_file_of_as_many_rows_have_no_ground_truth(config: Config, tmp_path: Path) -> None:
-    before = [journalled_row(config, 0), journalled_row(config, 0, has_tokens=False)]
-    again = changed(config, task={"path": written(tmp_path / "others.jsonl", sums("b", 8))})
-    (tmp_path / "config.yaml").rename(tmp_path / "config.lineage_0.yaml")
-    (tmp_path / "config.yaml").write_text(dump_config(again))
-    assert truths(tmp_path, *before) == [None, None]
-
-
 @pytest.mark.parametrize("path", ["/sft/model", f"hf://nobody/no-such-model@{'0' * 40}"])
 def test_a_copied_run_has_texts_by_the_tokenizer_of_its_model(path: str, config: Config, tmp_path: Path) -> None:
     row = journalled_row(config, 0)
     (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": path})))
     assert truths(tmp_path, row) == [str(row["data_row"])]
-
-
-def test_texts_of_a_run_without_a_tokenizer_are_refused(config: Config, tmp_path: Path) -> None:
-    gone = tmp_path / "sft" / "model"
-    (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": str(gone)})))
-    shutil.rmtree(tmp_path / "model")
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match=f"{gone}.*{tmp_path}/model"):
-        TrajectoryTexts(tmp_path)

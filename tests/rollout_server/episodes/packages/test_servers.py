@@ -17,7 +17,6 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.environments import verifiers_server
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.environments.verifiers_server import solve
@@ -118,20 +117,6 @@ def test_many_episodes_of_an_openenv_server_are_played_at_once(openenv: str) -> 
     assert texts[:8] == texts[8:16] and len(set(texts)) > 2  # the index determines the game
 
 
-def test_more_episodes_than_an_openenv_server_allows_say_so(openenv: str) -> None:
-    async def play(index: int) -> Episode:
-        return await EnvRunner(LIMITS, 64).run(
-            lambda: OpenEnv(openenv, index, action_field="number", observation_field="hint"),
-            lambda: session_of(saying(bisecting), TOKENIZER, ENDS),
-        )
-
-    async def play_all() -> list[Episode]:
-        return list(await asyncio.gather(*map(play, range(40))))
-
-    failed = [episode for episode in asyncio.run(play_all()) if episode.end == "failed"]
-    assert failed and all("max_concurrent_envs" in e.error or "CAPACITY" in e.error for e in failed)
-
-
 def played(questions: list[Question], *replies: str, limits: EpisodeLimits = LIMITS) -> list[Episode]:
     async def play() -> list[Episode]:
         endpoint = OpenAIEndpoint()
@@ -156,28 +141,3 @@ def test_tasks_of_verifiers_are_exact_rows_with_their_weighted_rewards(tasks: li
         f"{number}+1?<sep>5<eos>\nsure?<sep>4<eos>" for number in range(10)
     ]
     assert [episode.reward for episode in episodes] == [2.5 if number == 3 else 0.5 for number in range(10)]
-
-
-def test_a_task_of_verifiers_without_room_ends_as_it_stands(tasks: list[Question]) -> None:
-    async def play() -> Episode:
-        endpoint = OpenAIEndpoint()
-        await endpoint.start()
-        sizes = SessionLimits(max_tokens=200, max_reply_tokens=20, max_turns=1)
-        try:
-            return await AgentRunner(solve, endpoint, LIMITS, 4).run(
-                tasks[0], lambda: session_of(scripted(TOKENIZER, ["1", "1"]), TOKENIZER, ENDS, sizes)
-            )
-        finally:
-            await endpoint.aclose()
-
-    episode = asyncio.run(play())
-    assert (episode.end, len(episode.rows), episode.metrics["turns"]) == ("turns", 1, 1), episode.error
-
-
-def test_a_server_of_verifiers_that_is_not_there_is_an_error(
-    tasks: list[Question], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verifiers_server, "HEALTH_S", 0.5)
-    nowhere = Question(messages=(), ground_truth="", extra={"address": f"tcp://127.0.0.1:{free_port()}", "task": {}})
-    (episode,) = played([nowhere], "a")
-    assert episode.end == "failed" and "did not answer in 0.5 s" in episode.error

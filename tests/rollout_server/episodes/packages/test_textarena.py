@@ -47,13 +47,6 @@ def test_a_game_is_played_to_its_end() -> None:
         assert "env/invalid_move" in episode.metrics
 
 
-def test_the_model_is_told_everything_once() -> None:
-    (episode,) = played(0)
-    text = TOKENIZER.decode(episode.rows[0].tokens)
-    prompt = text.partition("<sep>")[0]
-    assert len(prompt) > 100 and text.count(prompt[:100]) == 1
-
-
 def test_an_index_is_the_same_game_whatever_is_played_beside_it() -> None:
     random.seed(5)
     expected = random.Random(5).random()
@@ -68,14 +61,3 @@ def test_an_index_is_the_same_game_whatever_is_played_beside_it() -> None:
 def test_a_game_for_two_players_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be a game for one player, got 'TicTacToe-v0'"):
         played(0, name="TicTacToe-v0")
-
-
-def test_a_game_that_hangs_fails_the_others_and_does_not_time_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_server.episodes.environments import textarena
-
-    monkeypatch.setattr(textarena, "LOCK_S", 0.1)
-    with textarena._RANDOM:  # as by a game in whose step a thread hangs
-        (episode,) = played(0)
-    assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
-    assert "TimeoutError: the game GuessTheNumber-v0 waited 0.1 s for another game" in episode.error
-    assert played(0)[0].end == "done"

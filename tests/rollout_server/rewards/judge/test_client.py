@@ -146,12 +146,6 @@ def test_after_the_patience_there_is_no_verdict_and_the_reason_is_given(retry_af
     asyncio.run(ask())
 
 
-def test_a_retry_after_holds_its_request_back() -> None:
-    began_s = time.monotonic()
-    rewards, _, _ = asked(in_turn(failing(429, retry_after="0.3"), score(7)))
-    assert rewards == [0.7] and time.monotonic() - began_s > 0.3
-
-
 def test_workers_and_rewards_of_a_judge_share_the_rate_equally() -> None:
     alone = judged_by("http://h/v1", requests_per_minute=1200)
     assert share_of_rate(alone) == 1200
@@ -161,13 +155,6 @@ def test_workers_and_rewards_of_a_judge_share_the_rate_equally() -> None:
         judge={"urls": ("http://h/v1",), "requests_per_minute": 1200},
     )  # fmt: skip
     assert share_of_rate(both) == 600
-
-
-def test_the_rate_holds_requests_back() -> None:
-    began_s = time.monotonic()
-    rewards, counts, _ = asked(lambda body: score(7), *map(str, range(6)), requests_per_minute=1200.0, model="m")
-    assert rewards == [0.7] * 6 and time.monotonic() - began_s > 0.2  # 20 a second, after the first one
-    assert counts["scoring/judge/limited_s"] > 0.5
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, "judge.api_key_variable"), (404, "judge.model")])
@@ -196,19 +183,6 @@ def test_a_reply_without_a_verdict_costs_the_answer_alone(answer: web.Response) 
         assert len(fake.asked) == 2  # it is not asked again
 
     asyncio.run(ask())
-
-
-@pytest.mark.parametrize(
-    ("content", "usage", "tokens"),
-    [
-        ([{"type": "thinking", "thinking": "3?"}, {"type": "text", "text": '{"score":'}, {"text": " 7}"}], None, 0),
-        (score(7), {"prompt_tokens": 3}, 3),
-    ],
-)
-def test_a_reply_of_another_form_is_read(content: Any, usage: Any, tokens: int) -> None:
-    reply = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}], "usage": usage}
-    rewards, counts, _ = asked(lambda body: web.json_response(reply))
-    assert rewards == [0.7] and counts["scoring/judge/prompt_tokens"] == tokens
 
 
 def test_at_most_so_many_requests_are_under_way_at_once() -> None:

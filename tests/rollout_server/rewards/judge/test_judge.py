@@ -6,19 +6,18 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_gold_reward, open_rewards
+from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.judge import pairs_of
 from rollout_server.rewards.scoring import Verdict
-from tests.kit.configs import changed, make_config
+from tests.kit.configs import changed
 from tests.kit.judges import Answer, FakeJudge, judged_by, score, verdicts_and_counts
-from tests.kit.rewards import QUESTION, of
+from tests.kit.rewards import QUESTION
 
 
 def asked(
@@ -173,53 +172,3 @@ def test_a_call_may_take_as_long_as_the_patience_and_the_rate_need() -> None:
     assert limits("judge_listwise", timeout_s=5.0) == (600 + 10, 32)
     assert limits("judge_pairwise", timeout_s=5.0) == (600 + 10, 1)  # 56 requests
     assert limits("judge_pairwise", {"opponents": 2}, timeout_s=5.0, concurrency=10) == (600 + 5 * 3, 1)
-
-
-def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None:
-    judge = judged_by("http://h/v1", "judge_pairwise", timeout_s=5.0, concurrency=100, requests_per_minute=600.0)
-
-    def limits(num_prompts: int, samples: int) -> tuple[float, int]:
-        evaluation = {"num_prompts": num_prompts, "samples_per_prompt": samples}
-        config = changed(judge, rollout={"group_size": 4}, eval=evaluation)
-        (named,) = open_rewards(config, None)  # type: ignore[arg-type]
-        return named.timeout_s, named.concurrency
-
-    assert limits(0, samples=16) == limits(2, samples=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
-    assert limits(8, samples=16) == limits(99, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
-    assert limits(2, samples=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
-    with pytest.raises(ConfigError, match=r"^timeouts\.batch_s .*78944"):
-        limits(8, samples=256)
-
-
-def test_a_gold_judge_that_compares_has_places_for_the_answers_of_an_evaluation() -> None:
-    config = make_config(
-        judge={"urls": ("http://h/v1",), "timeout_s": 5.0}, rollout={"group_size": 1},
-        algorithm={"advantage": "remax"},  # its greedy answers get no gold reward
-        eval={"gold_reward": "judge_pairwise", "samples_per_prompt": 4, "num_prompts": 16, "every_steps": 1,
-            "temperature": 1.0},
-    )  # fmt: skip
-    (named,) = open_gold_reward(config, None)  # type: ignore[arg-type]
-    assert (named.timeout_s, named.concurrency) == (600 + 5 * 2, 5)  # 12 requests each, and 64 places
-
-
-def test_a_time_limit_that_would_cut_an_outage_short_is_refused() -> None:
-    config = make_config(
-        task={"rewards": ({"reward": "judge", "timeout_s": 30.0},)}, judge={"urls": ("http://h/v1",)}
-    )
-    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.timeout_s .*720"):
-        open_rewards(config, None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("reward", ["judge_pairwise", "judge_listwise"])
-def test_a_judge_that_compares_needs_several_answers_in_an_evaluation(reward: str) -> None:
-    config = judged_by("http://127.0.0.1:9/v1", reward)
-    task: Any = SimpleNamespace(eval_prompts=lambda: ["one", "two"])
-    nothing: Any = SimpleNamespace(eval_prompts=list)
-    alone = changed(config, eval={"num_prompts": 2, "samples_per_prompt": 1})
-    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*eval\.samples_per_prompt"):
-        open_rewards(alone, task)
-    for enough in ({"num_prompts": 2, "samples_per_prompt": 2}, {"num_prompts": 0}):
-        open_rewards(changed(config, eval=enough), task)
-    open_rewards(alone, nothing)
-    logged = of({"reward": reward, "weight": 0}, {"reward": "gsm8k"}, judge={"urls": ("http://127.0.0.1:9/v1",)})
-    open_rewards(changed(logged, eval={"num_prompts": 2, "samples_per_prompt": 1}), task)

@@ -41,8 +41,8 @@ from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.messages.codec import encode_group
 from async_rl.base.types import Group, Row, Slot
-from async_rl.tools.sweeps.machine import machine_text
 from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import receive
 from buffer.protocol.keys import own_keys

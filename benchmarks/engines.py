@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import AsyncRLError
-from async_rl.tools.sweeps.machine import describe_machine, machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import save_random_model
 
 RESULTS = Path(__file__).parent / "results" / "engines"

@@ -40,9 +40,9 @@ from async_rl.base.config.resolve import resolve
 from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
 from async_rl.base.network import authorization
 from async_rl.base.types import Group
-from async_rl.tools.sweeps.machine import machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.tables import Table
 from benchmarks.generation import roll_out
+from benchmarks.page import machine_text, write_page
 from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
 from buffer.protocol.keys import own_keys
 from learner.models.tiny_model import character_tokenizer, tiny_model

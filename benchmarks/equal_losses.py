@@ -25,8 +25,9 @@ from typing import Any
 
 import yaml
 
-from async_rl.tools.sweeps.machine import describe_machine, machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text, write_page
 from learner.models.tiny_model import TINY_MODELS, tiny_model
 
 ROOT = Path(__file__).parents[1]

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from async_rl.base.telemetry.metrics import read_metrics
-from async_rl.tools.sweeps.machine import machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.tables import Table
 from benchmarks.marked_command import MarkedCommand
+from benchmarks.page import machine_text, write_page
 
 KINDS: Mapping[str, Sequence[str]] = {
     "none": ("eval.every_steps=0",),

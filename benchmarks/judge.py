@@ -38,8 +38,8 @@ from aiohttp import web
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.telemetry.metrics import reduce_metrics
-from async_rl.tools.sweeps.machine import machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text, write_page
 from rollout_server.engines.server_process import free_port
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question

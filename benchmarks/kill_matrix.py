@@ -46,8 +46,9 @@ from typing import Any
 from async_rl.base.config import WeightSyncConfig
 from async_rl.base.config.loading import load_config
 from async_rl.tools.sweeps.machine import describe_machine
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.tables import Table
 from benchmarks.marked_command import MarkedCommand, wait_until
+from benchmarks.page import write_page
 
 RESULTS = Path(__file__).parent / "results" / "kill_matrix"
 VICTIMS = {

@@ -38,8 +38,9 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.base.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.base.types import Batch, Group, Row
-from async_rl.tools.sweeps.machine import describe_machine, machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import SIZES, save_random_model
 from learner.algorithms.token_advantages import batch_advantages
 from learner.loop.ranks import Ranks

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from async_rl.base.config.task_parts import SandboxConfig
-from async_rl.tools.sweeps.machine import machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text, write_page
 from rollout_server.question import Question
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
 from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, RunLimits

@@ -37,9 +37,10 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.messages.reports import StepDone
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
-from async_rl.tools.sweeps.machine import describe_machine, machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.tables import Table
 from benchmarks.buffer import received, run_buffer
+from benchmarks.page import machine_text, write_page
 from buffer.client import LearnerClient
 from rollout_server.engines.base import GenerationRequest, Load, SampledReply
 

@@ -29,8 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from async_rl.base.config import Config
 from async_rl.base.types import Batch, Group, Row
 from async_rl.base.weights.transport import iter_buckets
-from async_rl.tools.sweeps.machine import machine_text
-from async_rl.tools.sweeps.tables import write_page
+from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import save_random_model
 from learner.loop.updater import Updater
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate

@@ -24,8 +24,8 @@ import numpy as np
 
 from async_rl.base.config.watch import RULES
 from async_rl.run.watch.watcher import Finding, Watcher
-from async_rl.tools.sweeps.machine import machine_text
 from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text
 
 RECORDS = Path(__file__).parent / "results" / "watcher_runs.json.gz"
 LIMITS = {name: rule.limit for name, rule in RULES.items()}

@@ -44,8 +44,9 @@ from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.weights import open_publisher
 from async_rl.base.weights.transport import serving_dtype
 from async_rl.run.processes.entering import use_huge_pages
-from async_rl.tools.sweeps.machine import describe_machine, machine_text
-from async_rl.tools.sweeps.tables import Table, write_page
+from async_rl.tools.sweeps.machine import describe_machine
+from async_rl.tools.sweeps.tables import Table
+from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import SIZES, save_random_model
 from benchmarks.weight_receiver import ReceiverProcess, end
 from buffer.protocol.keys import own_keys

@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -330,13 +329,6 @@ def run_seconds(run_dir: Path) -> float:
     return max((each for each in times if each is not None), default=0.0)
 
 
-@lru_cache(maxsize=1024)
-def read_config(text: str) -> dict[str, Any]:
-    """Return the configuration in a YAML text, which takes 0.1 s to read. The caller must not change it."""
-    config: dict[str, Any] = read_yaml(text)[0]
-    return config
-
-
 def leaves(config: str) -> dict[str, Any]:
     """Return {dotted key: value} of a configuration in YAML."""
     def walk(tree: dict[str, Any], prefix: str) -> None:
@@ -347,5 +339,5 @@ def leaves(config: str) -> dict[str, Any]:
                 found[f"{prefix}{key}"] = value
 
     found: dict[str, Any] = {}
-    walk(read_config(config), "")
+    walk(read_yaml(config)[0], "")
     return found

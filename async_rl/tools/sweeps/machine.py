@@ -32,11 +32,6 @@ def describe_machine() -> dict[str, str]:
     return found
 
 
-def machine_text() -> str:
-    machine = describe_machine()
-    return ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
-
-
 def _commit() -> str:
     """Return the commit of this checkout, or the version of the installed package: a folder above may be of another."""
     git, file = ("git", "-C", str(Path(__file__).parent)), Path(__file__).name

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from async_rl.base.config.check import check
+from async_rl.base.config.yaml_text import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.figures import is_warm_up
-from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title, read_config
+from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.tools.sweeps.results import Run, Step, read_runs
 from async_rl.tools.sweeps.settings import Setting, recommendation, settings_of
 from async_rl.tools.sweeps.tables import Table
@@ -351,4 +352,5 @@ def rules_of(run: Run) -> Workload:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    return read_config((run.folder / "config.yaml").read_text())
+    config: dict[str, Any] = read_yaml((run.folder / "config.yaml").read_text())[0]
+    return config

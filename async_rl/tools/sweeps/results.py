@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.base.config.yaml_text import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
 from async_rl.base.telemetry.figures import Figures, over_steps, seconds_at
@@ -22,7 +23,6 @@ from async_rl.tools.sweeps.cells import (
     Bound,
     check_comparable,
     finished_cells,
-    read_config,
     read_record,
 )
 from async_rl.tools.sweeps.efficiency import Evaluations
@@ -245,7 +245,7 @@ def read_run(folder: Path) -> Run:
 
 def _read_run(folder: Path) -> Run:
     record = read_record(folder)
-    config = read_config((folder / "config.yaml").read_text())
+    config = read_yaml((folder / "config.yaml").read_text())[0]
     labels = dict(record.labels) if record else {}
     labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
     labels.setdefault(SEED, str(config["run"]["seed"]))

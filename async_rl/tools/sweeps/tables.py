@@ -1,14 +1,11 @@
-"""Writes tables in Markdown and HTML, and the result files of a benchmark."""
+"""A table of a report, written as Markdown or HTML."""
 
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +44,3 @@ def tables_in(markdown: str) -> list[Table]:
         best = tuple(number for number, line in enumerate(lines[2:]) if line.endswith(" best"))
         found.append(Table(header, rows, part.partition("\n")[0].strip(), best))
     return found
-
-
-def write_page(out: Path, page: str, numbers: Any) -> None:
-    """Print the Markdown `page`; write it to the file named `out` with .md added, and `numbers` to that with .json."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(f"{out.name}.md").write_text(page)
-    out.with_name(f"{out.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    print(page)

@@ -1,4 +1,7 @@
-"""The command `async-rl`. Each subcommand imports its code only when it runs, so that --help is instant."""
+"""The command `async-rl`: the options of every subcommand, then a function for each.
+
+A function imports its code only when it runs: --help is instant, and a run loads nothing of sweeps or the doctor.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.log_tail import split_tails
 from async_rl.base.seams.extras import check_extra
 from async_rl.base.seams.user_modules import check_module_names
-from async_rl.tools.stages import add_stages
-from async_rl.tools.starters.starter import add_init
-from async_rl.tools.sweeps.commands import add_sweeps
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+BOUNDS = "0,1,2,3,5,8,10"
+BELOW = "1.25/8 is staleness.depth 1.25 below staleness.max 8"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0 for success, 2 for an error in command, configuration or files, 130 after Ctrl-C, else 1.
     """
     limit_spinning()
-    args = _parse(arguments)
+    args = parse(arguments)
     try:
         check_module_names()
         return int(args.run(args))
@@ -60,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         return text
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments; `run` is the command's function. CONFIG and words such as key=value may stand anywhere."""
     parser = _Parser(
         prog="async-rl",
@@ -72,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"async-rl {async_rl.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _add_commands(commands)
-    add_sweeps(partial(add_command, commands), _add_config)
+    _add_sweeps(commands)
 
     args, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
@@ -105,7 +107,7 @@ def _description(sentence: str, example: str) -> str:
     return f"{sentence}\n\nexample: {example}"
 
 
-def add_command(
+def _add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
 ) -> argparse.ArgumentParser:
     """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
@@ -116,8 +118,13 @@ def add_command(
 
 
 def _add_commands(commands: Any) -> None:
-    quickstart, add = "quickstart.yaml", partial(add_command, commands)
-    add_init(add)
+    quickstart, add = "quickstart.yaml", partial(_add_command, commands)
+    about = "write an example with its reward into this folder, to begin a project with"
+    init = add("init", _init, about, "quickstart")
+    about = "quickstart: a tiny model learns to spell words backward; agent: it learns to look letters up over several "
+    about += "turns; math: Qwen2.5-0.5B learns GSM8K on one GPU (default: %(default)s)"
+    names = ("quickstart", "agent", "math")
+    init.add_argument("starter", nargs="?", choices=names, default="quickstart", metavar="NAME", help=about)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
@@ -129,7 +136,10 @@ def _add_commands(commands: Any) -> None:
     about = "with --dry-run of a run over several hosts: the memory of their GPUs, e.g. 80, for a table of what fits"
     train.add_argument("--gpu-gb", type=float, default=0.0, metavar="GB", help=about)
     train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
-    add_stages(add, _add_config)
+    about = "make model.path from sft.base by supervised fine-tuning"
+    _add_config(add("sft", _sft, about, "quickstart.yaml sft.steps=100"))
+    about = "make reward_model.path of comparisons between answers"
+    _add_config(add("reward-model", _reward_model, about, "my_comparisons.yaml reward_training.epochs=1"))
 
     about = "convert a data set's original files for task.path"
     prepare = add("prepare", _prepare, about, "gsm8k train.jsonl gsm8k_train.parquet")
@@ -182,6 +192,50 @@ def _add_commands(commands: Any) -> None:
     _add_config(doctor, is_needed=False)
 
 
+def _add_sweeps(commands: Any) -> None:
+    add = partial(_add_command, commands)
+    sweep = add(
+        "sweep", _sweep, "train at every combination of settings and seeds, and report",
+        "quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
+    )
+    _add_config(sweep)
+    of_bounds = f"values of staleness.max; {BELOW} (default: %(default)s)"
+    sweep.add_argument("--staleness", default=BOUNDS, help=of_bounds)
+    sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
+    sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first run (default: %(default)s)")
+    sweep.add_argument("--mode", choices=["bounded", "exact", "both"], help="staleness.mode (default: the config's)")
+    sweep.add_argument("--correction", help="comma-separated: none,coupled,decoupled_tis (default: the config's)")
+    sweep.add_argument("--axis", action="append", default=[], metavar="KEY=V,V", help="e.g. learner.lr=1e-4,3e-4")
+    sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
+    sweep.add_argument("--name", help="folder under run.dir (default: <run.name>-sweep)")
+    sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
+    sweep.add_argument(
+        "--parallel", default="1", metavar="N|auto",
+        help="cells at once, each with its part of the GPUs, or without any of the cores; auto: as many as fit of the "
+        "largest. 1 on a Ray cluster",
+    )
+    sweep.add_argument("--dry-run", action="store_true", help="print cells, places and time, start nothing")
+
+    sentence = "make table, plots and the page report.html of a sweep or a run"
+    report = add("report", _report, sentence, "runs/quickstart-sweep")
+    report.add_argument("folder", type=Path, metavar="RUN_DIR")
+
+    sentence = "predict the speed of each staleness bound by simulation"
+    plan = add("plan", _plan, sentence, "--train-s 40 --rollout-s 60")
+    plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
+    plan.add_argument("--staleness", default=BOUNDS, help=f"as for sweep; {BELOW} (default: %(default)s)")
+    seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")
+    seconds.add_argument("--train-s", type=float, help="training time of a batch")
+    seconds.add_argument("--rollout-s", type=float, help="time to generate a batch on a fully loaded engine")
+    seconds.add_argument("--sync-s", type=float, help="time of a weight push")
+    seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="time of a group that runs alone")
+    seconds.add_argument("--load-s", type=float, help="time that each further group in flight adds to a group")
+    seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
+    seconds.add_argument("--concurrency", type=int, help="rollout.max_groups_in_flight of all workers")
+    seconds.add_argument("--prompts-per-step", type=int)
+    seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.on_late")
+
+
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
     """Add the arguments CONFIG and key=value. The error for a CONFIG that is needed and missing ends with `or_else`."""
     parser.add_argument(
@@ -190,6 +244,32 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
         "learner.lr=1e-5 run.steps=60",
     )
     parser.set_defaults(needs_config=is_needed, or_else=or_else)
+
+
+def _init(args: argparse.Namespace) -> int:
+    from async_rl.tools.starters.starter import STARTERS
+
+    starter = STARTERS[args.starter]
+    for file in starter.write(Path.cwd()):
+        print(f"wrote {file.name}")
+    print("next:", *starter.commands, sep="\n    ")
+    return 0
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from async_rl.base.config.loading import load_config
+    from async_rl.tools.stages import make_sft_model
+
+    print(f"model saved in {make_sft_model(load_config(args.config, args.overrides))}")
+    return 0
+
+
+def _reward_model(args: argparse.Namespace) -> int:
+    from async_rl.base.config.loading import load_config
+    from async_rl.tools.stages import make_reward_model
+
+    print(f"reward model saved in {make_reward_model(load_config(args.config, args.overrides))}")
+    return 0
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -323,6 +403,31 @@ def _doctor(args: argparse.Namespace) -> int:
 
         checks = chain(checks, examine_nodes(config))
     return 0 if print_table(checks) else EXIT_ERROR
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from async_rl.tools.sweeps.sweep import plan_of, run_and_report, sweep_of
+
+    sweep = sweep_of(args)
+    if args.dry_run:
+        print(plan_of(sweep), end="")
+        return 0
+    return run_and_report(sweep)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from async_rl.tools.sweeps.report import write_report
+
+    folder = args.folder.expanduser()
+    print(f"{write_report(folder)}\n\n{folder}/report.html")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from async_rl.tools.sweeps.plan import answer
+
+    print(answer(args))
+    return 0
 
 
 if __name__ == "__main__":

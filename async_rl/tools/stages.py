@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from async_rl.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from async_rl.base.config import Config
     from async_rl.base.messages.reports import StepDone
     from learner.stages.reward_training import RewardData
@@ -21,21 +22,14 @@ _MOST_DEMONSTRATIONS = 256
 """The demonstrations whose mean reward is made 0."""
 
 
-def add_stages(add: Callable[..., argparse.ArgumentParser], add_config: Callable[..., None]) -> None:
-    """Add the commands with `add_command` of the command line, and the arguments CONFIG and key=value."""
-    about = "make model.path from sft.base by supervised fine-tuning"
-    add_config(add("sft", _sft, about, "quickstart.yaml sft.steps=100"))
-    about = "make reward_model.path of comparisons between answers"
-    add_config(add("reward-model", _reward_model, about, "my_comparisons.yaml reward_training.epochs=1"))
-
-
-def _sft(args: argparse.Namespace) -> int:
-    from async_rl.base.config.loading import dump_config, load_config
+def make_sft_model(config: Config) -> Path:
+    """Fine-tune sft.base on the task's demonstrations; returns the result's folder, model.path."""
+    from async_rl.base.config.loading import dump_config
     from async_rl.base.models_and_data.hub import located, pinned
     from async_rl.base.models_and_data.hub_names import DATA_KEYS
     from async_rl.base.models_and_data.model_folder import SFT, check_target, written_whole
 
-    config = pinned(load_config(args.config, args.overrides), ["sft.base", *DATA_KEYS])
+    config = pinned(config, ["sft.base", *DATA_KEYS])
     target = check_target("model.path", config.model.path, SFT)
     from learner.stages.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
     from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
@@ -56,18 +50,17 @@ def _sft(args: argparse.Namespace) -> int:
             pairs = source.sft_pairs(min(source.num_prompts, count))
             examples = [answer_demonstration(prompt.tokens.tolist(), answer) for prompt, answer in pairs]
         _show(train_sft(config, examples, folder), f"sft step {{}}/{config.sft.steps}")
-    print(f"model saved in {target}")
-    return 0
+    return target
 
 
-def _reward_model(args: argparse.Namespace) -> int:
-    from async_rl.base.config.loading import dump_config, load_config
+def make_reward_model(config: Config) -> Path:
+    """Train a reward model on reward_training.path; returns the result's folder, reward_model.path."""
+    from async_rl.base.config.loading import dump_config
     from async_rl.base.models_and_data.hub import located, pinned
     from async_rl.base.models_and_data.hub_names import COMPARISON_KEYS, DATA_KEYS
     from async_rl.base.models_and_data.model_folder import REWARD_MODEL, check_target, written_whole
 
     models = ("model.path", "reward_training.base")
-    config = load_config(args.config, args.overrides)
     if not config.reward_model.path:
         raise ConfigError("reward_model.path must be the folder for the result of async-rl reward-model, got none")
     if not config.reward_training.path:
@@ -80,8 +73,7 @@ def _reward_model(args: argparse.Namespace) -> int:
     with written_whole(target) as folder:
         (folder / REWARD_MODEL.marker).write_text(dump_config(recorded))
         _show(train_reward_model(config, reward_data(config), folder), "reward-model step {}")
-    print(f"reward model saved in {target}")
-    return 0
+    return target
 
 
 def reward_data(config: Config) -> RewardData:

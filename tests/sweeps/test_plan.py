@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from async_rl.base.errors import ConfigError
-from async_rl.cli import add_command
+from async_rl.cli import parse
 from async_rl.tools.sweeps.cells import bounds_of
-from async_rl.tools.sweeps.commands import add_sweeps
 from async_rl.tools.sweeps.plan import (
     Stages,
     answer,
@@ -37,9 +34,7 @@ OVERLAP = "--rollout-s 60 --train-s 40"
 
 def plan(options: str, folder: Path | None = None) -> str:
     """The output of the command."""
-    parser = argparse.ArgumentParser()
-    add_sweeps(partial(add_command, parser.add_subparsers()), lambda command: None)
-    return answer(parser.parse_args(["plan", *([str(folder)] if folder else []), *options.split()]))
+    return answer(parse(["plan", *([str(folder)] if folder else []), *options.split()]))
 
 
 def rows(text: str) -> dict[int, list[str]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,8 +15,6 @@ from async_rl.base.errors import ConfigError
 class Starter:
     """An example: its files, and the commands that run it."""
 
-    about: str
-    """A sentence for the user."""
     files: Mapping[str, tuple[str, str]]
     """[name in the user's folder] The package that holds the file, and its path in there."""
     commands: tuple[str, ...]
@@ -51,7 +48,6 @@ class Starter:
 _HERE = "async_rl.tools.starters"
 STARTERS = {
     "quickstart": Starter(
-        about="a tiny model learns to spell words backward, in minutes on two CPU cores; with own data and own reward",
         files={
             "quickstart.yaml": (_HERE, "quickstart/quickstart.yaml"),
             "spelling.py": (_HERE, "quickstart/spelling.py"),
@@ -61,7 +57,6 @@ STARTERS = {
         commands=("async-rl sft quickstart.yaml", "async-rl train quickstart.yaml"),
     ),
     "agent": Starter(
-        about="a tiny model learns to look letters up over several turns, in minutes on two CPU cores",
         files={
             "agent.yaml": (_HERE, "agent/agent.yaml"),
             "chain.py": ("rollout_server.episodes.environments", "chain.py"),
@@ -69,25 +64,8 @@ STARTERS = {
         commands=("async-rl sft agent.yaml", "async-rl train agent.yaml"),
     ),
     "math": Starter(
-        about="Qwen2.5-0.5B learns GSM8K on one GPU; model and data come from the Hugging Face hub",
         files={"gsm8k.yaml": (_HERE, "math/gsm8k.yaml"), "answers.py": (_HERE, "math/answers.py")},
         commands=("async-rl doctor gsm8k.yaml", "async-rl train gsm8k.yaml"),
     ),
 }
 """The examples by the name that follows `async-rl init`."""
-
-
-def add_init(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command with `add_command` of the command line."""
-    about = "write an example with its reward into this folder, to begin a project with"
-    told = "; ".join(f"{name}: {starter.about}" for name, starter in STARTERS.items())
-    parser = add("init", _init, about, "quickstart")
-    parser.add_argument("starter", choices=STARTERS, nargs="?", default="quickstart", metavar="NAME", help=told)
-
-
-def _init(args: argparse.Namespace) -> int:
-    starter = STARTERS[args.starter]
-    for file in starter.write(Path.cwd()):
-        print(f"wrote {file.name}")
-    print("next:", *starter.commands, sep="\n    ")
-    return 0

@@ -6,6 +6,7 @@ continues a sweep that was cut short: finished cells are kept, a cell with a che
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -26,6 +27,7 @@ from typing import TextIO
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
+from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import lineage_of, list_checkpoints
 from async_rl.base.run_dir.run_dir import create_folder, has_locked, is_complete, is_locked
@@ -33,6 +35,8 @@ from async_rl.base.run_dir.whole_file import write_whole
 from async_rl.run.processes.resources import gpus_of_servers
 from async_rl.run.processes.signals import StopSignals
 from async_rl.tools.sweeps.cells import (
+    CORRECTIONS,
+    MODES,
     Axis,
     Cell,
     all_cells,
@@ -41,10 +45,14 @@ from async_rl.tools.sweeps.cells import (
     check_comparable,
     check_unchanged,
     finished_cells,
+    key_axis,
     make_record,
+    named_axis,
     note_start,
     read_record,
     run_seconds,
+    seed_axis,
+    staleness_axis,
     write_record,
 )
 from async_rl.tools.sweeps.machine import describe_machine
@@ -98,6 +106,28 @@ class Sweep:
     def limit(self) -> tuple[str, ...]:
         """The overrides that give cells a time."""
         return (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
+
+
+def sweep_of(args: argparse.Namespace) -> Sweep:
+    """Return the sweep that the options of `async-rl sweep` ask for. ConfigError: an option is not allowed."""
+    is_number = args.parallel.isdecimal() and int(args.parallel) > 0
+    check(is_number or args.parallel == "auto", "--parallel", args.parallel, "1 or more, or auto")
+    check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
+    is_name = args.name is None or (Path(args.name).name == args.name and args.name not in ("", ".."))
+    check(is_name, "--name", args.name, "the name of a folder in run.dir, without / (set run.dir)")
+    axes = [staleness_axis(args.staleness), seed_axis(args.seeds, args.first_seed)]
+    if args.mode:
+        axes.append(named_axis("mode", "bounded,exact" if args.mode == "both" else args.mode, MODES))
+    if args.correction:
+        axes.append(named_axis("correction", args.correction, CORRECTIONS))
+    axes += [key_axis(text) for text in args.axis]
+    first = all_cells(axes, Path())[0]
+    base = load_config(args.config, [*args.overrides, *first.overrides])  # without the axes it need not be valid
+    folder = Path(base.run.dir) / (args.name or f"{base.run.name}-sweep")
+    return Sweep(
+        config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
+        max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
+    )
 
 
 @dataclass

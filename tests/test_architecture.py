@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -55,12 +56,18 @@ def python_files() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the syntax tree of a file, its module first."""
+    return tuple(ast.walk(ast.parse(file.read_text())))
+
+
 def test_long_files_and_functions_are_mentioned() -> None:
     lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in python_files()}
     assert "tests/test_architecture.py" in lengths
     long = {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
     for file in python_files():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -76,18 +83,13 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 def test_every_file_of_the_packages_says_what_it_is_for() -> None:
     files = [file for file in python_files() if file.relative_to(ROOT).parts[0] in PACKAGES]
-    texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
-    assert [name for name, text in texts.items() if text and ast.get_docstring(ast.parse(text)) is None] == []
-
-
-def definitions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-            yield node
+    modules = {str(file.relative_to(ROOT)): nodes_of(file)[0] for file in files}
+    assert [name for name, module in modules.items() if module.body and ast.get_docstring(module) is None] == []
 
 
 def test_the_name_of_a_test_can_be_read_at_a_glance() -> None:
-    names = [getattr(node, "name", "") for file in python_files() for node in definitions(file)]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    names = [node.name for file in python_files() for node in nodes_of(file) if isinstance(node, kinds)]
     assert [name for name in names if name.startswith("test_") and len(name) > MAX_TEST_NAME_LENGTH] == []
 
 
@@ -96,7 +98,7 @@ def test_files_share_only_what_stands_in_the_kit_of_the_tests() -> None:
     shared = re.compile(r"tests\.(kit|extensions)\.(?!test_|conftest)")
     imported = [
         (file.relative_to(ROOT), name) for file in python_files()
-        for node in ast.walk(ast.parse(file.read_text())) for name in imported_names(node)
+        for node in nodes_of(file) for name in imported_names(node)
     ]
     ours = [f"{file}: {name}" for file, name in imported if name.startswith(("tests.", ".")) and not shared.match(name)]
     assert ours == []
@@ -113,7 +115,7 @@ def test_no_two_classes_of_the_product_have_one_name() -> None:
     names = Counter(
         node.name
         for file in python_files() if file.relative_to(ROOT).parts[0] in PACKAGES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes_of(file)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert len(names) > 100
@@ -148,7 +150,7 @@ def test_no_function_but_resolve_changes_a_config() -> None:
         name = str(file.relative_to(ROOT))
         if name.startswith(("tests/", "benchmarks/")) or name == "async_rl/base/config/resolve.py":
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("replace", "dataclasses.replace"):
                 changed = ast.unparse(node.args[0]).rpartition(".")[2].lstrip("_")
                 found += [f"{name}:{node.lineno}"] * (changed in {"config", "settings", *sections})

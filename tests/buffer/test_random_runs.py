@@ -7,13 +7,11 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import ClassVar
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from buffer.simulate import Workload, simulate
 from buffer.staleness import Rules
 from tests.kit.buffer.arrivals import plain_rules
 from tests.kit.buffer.model_checker import EVERYTHING, WORKERS, ModelChecker, random_checker, walk
@@ -26,7 +24,7 @@ def test_a_long_random_run_keeps_the_bound_and_never_stops(
     max_staleness: int, every_steps: int
 ) -> None:
     checker = ModelChecker(plain_rules(max_staleness, 5, every_steps=every_steps))
-    walk(checker, 2500, random.Random(7 * max_staleness + every_steps), resumes=False)
+    walk(checker, 1500, random.Random(7 * max_staleness + every_steps), resumes=False)
     assert checker.version > 30
     assert checker.oldest_trained == max_staleness, "a bound that is never reached was not tried"
 
@@ -44,7 +42,7 @@ def test_a_long_random_run_keeps_the_bound_and_never_stops(
 )
 def test_every_mode_and_policy_has_its_effect(rules: Rules) -> None:
     checker = ModelChecker(rules)
-    walk(checker, 4000, random.Random(1), resumes=False)
+    walk(checker, 2500, random.Random(1), resumes=False)
     assert checker.version > 50
     assert checker.oldest_trained == rules.max_staleness
     assert (checker.drops["late"] > 0) == (rules.late != "wait")
@@ -148,7 +146,7 @@ def run_in_any_order(runs: int, events: int) -> Counter[str]:
 
 
 def test_events_in_any_order_keep_the_bound_and_the_accounting() -> None:
-    assert run_in_any_order(runs=80, events=50)["all"] >= 3000
+    assert run_in_any_order(runs=60, events=50)["all"] >= 2000
 
 
 @pytest.mark.nightly
@@ -163,26 +161,3 @@ def test_a_hundred_thousand_events_in_any_order_keep_the_bound() -> None:
             walked += checker.num_events
     print(f"\nhypothesis state machine: {dict(steps)}\nrandom walks: {walked} events")
     assert steps["all"] >= 100_000
-
-
-@pytest.mark.parametrize(("max_staleness", "every_steps"), [(0, 1), (1, 1), (1, 2), (3, 1), (4, 3)])
-def test_four_batches_in_flight_keep_the_bound(max_staleness: int, every_steps: int) -> None:
-    workload = Workload(concurrency=256, prompts_per_step=64, train_s=2.0, every_steps=every_steps)
-    assert simulate(workload, max_staleness, steps=60).max_staleness == max_staleness
-
-
-@pytest.mark.parametrize(
-    ("late", "cv", "expected"),
-    [
-        ("wait", 1.0, [0.19, 0.34, 0.47, 0.66, 0.88]),
-        ("wait", 0.3, [0.39, 0.74, 0.94, 0.95, 0.95]),
-        ("drop", 0.3, [0.39, 0.74, 0.94, 0.95, 0.95]),  # cv 1: test_dropping.py
-    ],
-)
-def test_the_simulated_utilisation_is_as_designed(late: str, cv: float, expected: list[float]) -> None:
-    """Figures of the design for bounds 0, 1, 2, 4, 8; long tails vary with the seed, so four are averaged."""
-    workload = Workload(group_cv=cv, late=late)  # type: ignore[arg-type]
-    seeds, steps = (4, 100) if cv == 1 else (2, 60)
-    for bound, design in zip((0, 1, 2, 4, 8), expected, strict=True):
-        found = np.mean([simulate(workload, bound, steps, seed).utilisation for seed in range(seeds)])
-        assert abs(found - design) <= 0.03, (bound, found)

@@ -110,3 +110,13 @@ def test_every_policy_for_late_groups_keeps_the_bound() -> None:
         assert [found.max_staleness for found in (wait, drop, mask)] == [bound] * 3
         assert wait.dropped == mask.dropped == 0 < drop.dropped + (bound == 0)
         assert (min(drop.utilisation, mask.utilisation) > 1.2 * wait.utilisation) == (bound > 0)
+
+
+@pytest.mark.parametrize(("cv", "seeds", "expected"), [
+    (1.0, 4, {0: 0.19, 2: 0.47, 8: 0.88}), (0.3, 2, {0: 0.39, 1: 0.74, 4: 0.95}),
+])
+def test_the_utilisation_is_as_designed(cv: float, seeds: int, expected: dict[int, float]) -> None:
+    """Figures of the design by bound; long tails vary with the seed. With late groups dropped: test_dropping.py."""
+    for bound, design in expected.items():
+        found = [simulate(Workload(group_cv=cv), bound, 100, seed).utilisation for seed in range(seeds)]
+        assert sum(found) / seeds == pytest.approx(design, abs=0.03), bound

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from async_rl.pipeline import close_buffer, evaluate_trained
 from async_rl.run.processes import judges, watchdog
 from async_rl.run.processes import supervisor as supervision
 from async_rl.run.processes.supervisor import Supervisor
+from benchmarks.marked_command import wait_until
 from tests.kit.fake_actors import Buffer, FakeRun, JudgeServer, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
@@ -32,10 +32,10 @@ def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     runs: list[FakeRun] = []
 
     def start(
-        servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, buffer_s: float = 300,
-        evals: int = 0, judges: int = 0, **more_s: float,
+        servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, evals: int = 0,
+        judges: int = 0, **more_s: float,
     ) -> FakeRun:
-        timeouts = TimeoutsConfig(silent_s=silent_s, buffer_s=buffer_s, **more_s)
+        timeouts = TimeoutsConfig(silent_s=silent_s, **more_s)
         runs.append(FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals, judges))
         return runs[0]
 
@@ -45,63 +45,106 @@ def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         run.log.close()
 
 
-def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(start_run: Any) -> None:
+def test_a_rank_that_dies_while_a_server_joins_is_named_and_not_its_peer_that_fails(start_run: Any) -> None:
     run = start_run(ranks=2)
-    run.tell("learner-1-dies", "learner-0-fails")
+    run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-has no weights to give")
+    thread = tells_when(run, lambda: "rollout/0 connected" in happened(run), "learner-0-dies", "learner-1-fails")
     with pytest.raises(ProcessDiedError) as caught:
         run.train()
+    thread.join(5)
     text = str(caught.value)
-    assert text.startswith("learner/1 on 10.0.0.9 died")
-    assert "last words of learner-1" in text
+    assert text.startswith("learner/0 on 10.0.0.9 died") and "last words of learner-0" in text
+    assert num_lost(run) == 1
 
 
-@pytest.mark.nightly
-def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(start_run: Any) -> None:
-    run = start_run(silent_s=3)
-    stop(run.processes.actors["learner/0"])
-    with pytest.raises(ProcessDiedError, match=r"^learner/0 on 10\.0\.0\.9 .*timeouts\.silent_s") as caught:
-        run.train()
-    assert "last words of learner-0" in str(caught.value)
-
-
-@pytest.mark.parametrize(("silent_s", "buffer_s", "told"), [
-    (2, 60, "timeouts.silent_s"), (60, 6, "timeouts.buffer_s"),
-])
-def test_a_silent_buffer_is_killed_and_another_takes_its_place(
-    start_run: Any, silent_s: float, buffer_s: float, told: str
-) -> None:
-    run = start_run(silent_s=silent_s, buffer_s=buffer_s)
+def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_can(start_run: Any) -> None:
+    run = start_run(silent_s=2)
+    run.tell("rollout-0-answers")
     deaths: list[ProcessKilledError] = []
 
     def revive(death: ProcessKilledError) -> None:
         deaths.append(death)
+        if len(deaths) > 1:
+            raise death
         ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
-        run.tell("learner-0-ends")
+        stop(run.processes.actors["buffer"])
 
-    run.tell("rollout-0-answers")
     pid = stop(run.processes.actors["buffer"])
-    run.train(revive)
-    assert len(deaths) == 1
-    assert re.match(rf"buffer on 10\.0\.0\.9 .* 2 s \(.*{told}", str(deaths[0]))
-    deadline_s = time.monotonic() + 60  # Ray gives it 5 s before it kills it
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(ProcessKilledError, match=r"^buffer on 10\.0\.0\.9 .*timeouts\.silent_s"):
+        run.train(revive)
+    assert len(deaths) == 2
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60, "Ray to kill it")
 
 
-def test_a_silent_buffer_that_none_can_replace_ends_the_run(start_run: Any) -> None:
-    run = start_run(silent_s=2)
-    stop(run.processes.actors["buffer"])
-    with pytest.raises(ProcessKilledError, match=r"^buffer on 10\.0\.0\.9 .* 2 s "):
-        run.train()
-
-
-def test_a_process_past_its_own_limit_is_named_with_what_it_waits_on(start_run: Any) -> None:
+def test_a_server_that_a_push_dropped_is_started_again_once_and_a_learner_past_its_limit_ends_it(
+    start_run: Any
+) -> None:
     run = start_run()
-    run.tell("learner-0-is overdue")
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+    back = "rollout/0 is back, with the weights of version 5"
+    # The learner goes on to report the loss of the old one.
+    thread = tells_when(run, lambda: back in run.notes and run.log.version > 10, "learner-0-is overdue")
     with pytest.raises(WaitTimeoutError, match=r"^learner/0 on 10\.0\.0\.9 .* 19\d\d s on buffer, .* 1800 s") as caught:
         run.train()
+    thread.join(5)
     assert "last words of learner-0" in str(caught.value)
+    assert num_lost(run) == run.notes.count(back) == 1
+    assert any("(the network was cut)" in note for note in run.notes)
+    # A request of the dead one may have been on its way: the buffer is told twice.
+    assert happened(run) == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 abandoned", "rollout/0 connected"]
+
+    status = run.config.run_dir / "status.json"
+    status.with_name("status.json.partial").unlink(missing_ok=True)
+    status.with_name("status.json.partial").symlink_to("/dev/full")
+    Supervisor(run.config, run.processes, run.log).give_up(caught.value)  # raises no second error
+
+
+def test_a_dead_evaluation_server_costs_its_evaluation_and_a_server_that_dies_twice_the_run(start_run: Any) -> None:
+    run = start_run(evals=1)
+    run.tell("rollout-0-answers", "rollout-1-dies when asked")
+    thread = tells_when(
+        run, lambda: "eval/0 is back, for the next evaluation" in run.notes and run.log.version > 10,
+        "learner-0-hangs", "rollout-0-dies",
+    )
+    with pytest.raises(ProcessKilledError, match=r"2 times .*\(placement\.rollout\.max_"):
+        run.train()
+    thread.join(5)
+    assert "version 3 is not evaluated: no evaluation server that serves it is up" in run.notes
+    events = ["eval/0 started", "eval/0 connected", "eval/0 gets the next evaluation at http://new"]
+    assert happened(run)[:4] == [*events, "rollout/0 abandoned"], "an evaluation server has no groups"
+    assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
+    assert not (run.folder / "rollout-0-evaluates").exists()
+    assert run.log.summary({})["skipped_evaluations"] == 1
+    assert num_lost(run) == 2
+
+
+def test_a_server_on_a_shared_gpu_starts_between_steps_and_a_failed_join_names_the_learner(start_run: Any) -> None:
+    run = start_run(colocated=True)
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+
+    def has_less_room_and_its_turn_has_ended() -> bool:
+        is_told = any("rollout/0 came back with room for 1000 tokens" in note for note in run.notes)
+        return is_told and "the turn of rollout/0 ends" in happened(run)
+
+    thread = tells_when(run, has_less_room_and_its_turn_has_ended, "learner-0-can not push", "rollout-0-dies")
+    with pytest.raises(WaitTimeoutError, match=r"^rollout/0 waited 1800 s .*\n.*learner/0 on 10\.0\.0\.9"):
+        run.train()
+    thread.join(5)
+    assert happened(run)[:6] == [
+        "rollout/0 abandoned", "the turn of rollout/0", "rollout/0 started", "rollout/0 abandoned",
+        "rollout/0 connected", "the turn of rollout/0 ends",
+    ]
+    assert num_lost(run) == 2
+
+
+def happened(run: FakeRun) -> list[str]:
+    """What the processes noted, in order."""
+    events = run.folder / "events"
+    return events.read_text().splitlines() if events.exists() else []
+
+
+def num_lost(run: FakeRun) -> int:
+    return len([note for note in run.notes if "is lost, and started again" in note])
 
 
 def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_run: Any) -> None:
@@ -123,31 +166,6 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_r
     assert line.split()[-2:] == ["1800", "s"]
 
 
-def test_an_evaluation_server_that_dies_costs_its_evaluation_and_no_step(start_run: Any) -> None:
-    run = start_run(evals=1)
-    run.tell("rollout-0-answers", "rollout-1-dies when asked")
-    thread = ends_when(run, lambda: "eval/0 is back, for the next evaluation" in run.notes and run.log.version > 10)
-    supervisor = run.train()
-    thread.join(5)
-    assert "version 3 is not evaluated: no evaluation server that serves it is up" in run.notes
-    assert any(note.startswith("eval/0 is lost, and started again: eval/0 on 10.0.0.9 died") for note in run.notes)
-    assert not any("running groups" in note for note in run.notes), "it had none"
-    events = (run.folder / "events").read_text().splitlines()
-    assert events == ["eval/0 started", "eval/0 connected", "eval/0 gets the next evaluation at http://new"]
-    assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
-    assert not (run.folder / "rollout-0-evaluates").exists()
-    assert supervisor.end_restarts() == ["rollout/0"]
-    assert run.log.summary({})["skipped_evaluations"] == 1
-
-
-@pytest.mark.nightly
-def test_an_evaluation_server_that_dies_again_and_again_ends_the_run(start_run: Any) -> None:
-    run = start_run(evals=1)
-    run.tell("rollout-0-answers", "rollout-1-dies", "learner-0-hangs")
-    with pytest.raises(ProcessKilledError, match=r"(?s)^eval/0 on .* 2 times"):
-        run.train()
-
-
 @pytest.mark.nightly
 def test_a_judge_that_dies_is_started_again_at_its_address(start_run: Any) -> None:
     run = start_run(judges=1)
@@ -156,30 +174,9 @@ def test_a_judge_that_dies_is_started_again_at_its_address(start_run: Any) -> No
     supervisor = run.train()
     thread.join(5)
     assert any(note.startswith("judge/0 is lost, and started again: judge/0 on 10.0.0.9 died") for note in run.notes)
-    made = [line for line in (run.folder / "events").read_text().splitlines() if line.startswith("judge")]
+    made = [line for line in happened(run) if line.startswith("judge")]
     assert made == ["judge/0 made at port 0", "judge/0 made at port 7"]
     assert supervisor.end_restarts() == ["rollout/0"]
-
-
-def test_a_live_server_that_a_push_dropped_is_started_again_once(start_run: Any) -> None:
-    run = start_run()
-    run.tell("rollout-0-answers", "learner-0-drops a server")
-    back = "rollout/0 is back, with the weights of version 5"
-    thread = ends_when(run, lambda: back in run.notes and run.log.version > 10)  # and hears of the old one after that
-    run.train()
-    thread.join(5)
-    lost = [note for note in run.notes if "is lost, and started again: rollout/0 on 10.0.0.9 did not answer" in note]
-    assert len(lost) == run.notes.count(back) == 1
-    assert "(the network was cut)" in lost[0]
-    assert "rollout/0: the prompts of its 3 running groups wait until a server is back: no other one runs" in run.notes
-
-
-def test_a_join_that_the_learner_fails_ends_the_run_and_names_the_learner(start_run: Any) -> None:
-    run = start_run()
-    run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-can not push")
-    with pytest.raises(WaitTimeoutError, match=r"^rollout/0 waited 1800 s .*\n.*learner/0 on 10\.0\.0\.9"):
-        run.train()
-    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1  # for the push, not the join
 
 
 @pytest.mark.nightly
@@ -192,44 +189,6 @@ def test_a_learner_answers_status_while_every_server_waits_for_its_weights(start
     assert ray.get(learner.status.remote(), timeout=10).doing == "waits for a batch"
     (run.folder / "learner-0-has no weights to give").unlink()
     assert ray.get(joining, timeout=10) == [5] * 9
-
-
-def test_a_server_that_dies_again_and_again_ends_the_run(start_run: Any) -> None:
-    run = start_run()
-    run.tell("rollout-0-dies", "learner-0-hangs")
-    with pytest.raises(ProcessKilledError, match=r"2 times .*\(placement\.rollout\.max_"):
-        run.train()
-    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
-
-
-def test_the_buffer_abandons_a_dead_server_again_before_its_successor_connects(start_run: Any) -> None:
-    run = start_run()  # a request of the dead one may have been on its way
-    run.tell("rollout-0-answers", "learner-0-drops a server")
-    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
-    run.train()
-    thread.join(5)
-    events = (run.folder / "events").read_text().splitlines()
-    assert events == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 abandoned", "rollout/0 connected"]
-
-
-def test_a_server_on_a_shared_gpu_starts_again_between_steps_and_tells_of_less_room(start_run: Any) -> None:
-    run = start_run(colocated=True)
-    assert run.config.shares_gpus
-    run.tell("rollout-0-answers", "learner-0-drops a server")
-    happened = run.folder / "events"
-
-    def is_told_and_turn_has_ended() -> bool:
-        is_told = any("rollout/0 came back with room" in note for note in run.notes)
-        return is_told and "the turn of rollout/0 ends" in happened.read_text()
-
-    thread = ends_when(run, is_told_and_turn_has_ended)
-    run.train()
-    thread.join(5)
-    assert happened.read_text().splitlines() == [
-        "rollout/0 abandoned", "the turn of rollout/0", "rollout/0 started", "rollout/0 abandoned",
-        "rollout/0 connected", "the turn of rollout/0 ends",
-    ]
-    assert any("rollout/0 came back with room for 1000 tokens" in n and "it had 2000" in n for n in run.notes)
 
 
 @pytest.mark.nightly
@@ -246,19 +205,8 @@ def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_ag
     run.train(revive)
     thread.join(5)
     assert [str(death).startswith("buffer on 10.0.0.9 died") for death in deaths] == [True]
-    events = (run.folder / "events").read_text().splitlines()
+    events = happened(run)
     assert events == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 abandoned", "rollout/0 connected"]
-
-
-def test_a_learner_that_dies_while_a_server_joins_ends_the_run_and_is_named(start_run: Any) -> None:
-    run = start_run()
-    run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-has no weights to give")
-    events = run.folder / "events"
-    thread = tells_when(run, lambda: events.exists() and "connected" in events.read_text(), "learner-0-dies")
-    with pytest.raises(ProcessKilledError, match=r"^learner/0 on 10\.0\.0\.9 died"):
-        run.train()
-    thread.join(5)
-    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
 
 
 def kill(actor: Any) -> None:
@@ -326,12 +274,3 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
     asked = run.processes.actors["buffer"].serve.remote()
     with pytest.raises(WaitTimeoutError, match=r"timeouts\.shutdown_s.* buffer"):
         run.processes.gather({"buffer": asked}, Limit(0.25, "timeouts.shutdown_s"), "the end")
-
-
-def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(start_run: Any) -> None:
-    run = start_run()
-    (run.config.run_dir / "status.json.partial").symlink_to("/dev/full")
-    supervisor = Supervisor(run.config, run.processes, run.log)
-    with pytest.raises(OSError):
-        supervisor.watchdog.write_status("running")
-    supervisor.give_up(OSError(28, "No space left on device"))

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from async_rl.base.errors import ProcessKilledError
 from async_rl.base.telemetry.status import Status
 from async_rl.run.processes import watchdog
 from async_rl.run.processes.actor_group import ActorGroup
@@ -17,11 +18,11 @@ from tests.kit.configs import make_config
 
 
 class Processes:
-    """A rollout process that answers once `answers` is true."""
+    """A process that answers once `answers` is true."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "rollout/0") -> None:
         self.answers = False
-        self.actors = {"rollout/0": SimpleNamespace(status=SimpleNamespace(remote=self._status))}
+        self.actors = {name: SimpleNamespace(status=SimpleNamespace(remote=self._status))}
 
     async def _status(self) -> Status:
         if not self.answers:
@@ -68,3 +69,24 @@ def test_silence_counts_from_the_first_answer_of_a_process_that_starts(
     before, after = asyncio.run(look())
     assert bool(before) == is_up
     assert after and all("rollout/0 on a host has given no sign of life" in each for each in after)
+
+
+@pytest.mark.parametrize(("silent_s", "buffer_s", "setting"), [
+    (1e-3, 60, "timeouts.silent_s"), (60, 3e-3, "timeouts.buffer_s"),
+])
+def test_a_buffer_with_a_journal_may_be_silent_for_a_third_of_its_own_limit(
+    silent_s: float, buffer_s: float, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
+    config = make_config(run={"name": "r", "dir": tmp_path}, timeouts={"silent_s": silent_s, "buffer_s": buffer_s})
+    config.run_dir.mkdir()
+    watching = Watchdog(config, cast(ActorGroup, Processes("buffer")))
+    watching.begin("buffer")
+
+    async def look() -> None:
+        assert await watching.look() == []
+        ((name, error),) = await watching.look()
+        assert name == "buffer" and isinstance(error, ProcessKilledError) and setting in str(error)
+
+    asyncio.run(look())

@@ -284,14 +284,14 @@ def ends_when(run: FakeRun, condition: Callable[[], bool]) -> threading.Thread:
     return tells_when(run, condition, "learner-0-ends")
 
 
-def tells_when(run: FakeRun, condition: Callable[[], bool], what: str) -> threading.Thread:
+def tells_when(run: FakeRun, condition: Callable[[], bool], *what: str) -> threading.Thread:
     """Tell the processes `what` as soon as `condition` holds, or after a minute."""
 
     def wait() -> None:
         deadline_s = time.monotonic() + 60
         while not condition() and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        run.tell(what)
+        run.tell(*what)
 
     thread = threading.Thread(target=wait)
     thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import signal
 import subprocess
@@ -321,14 +320,6 @@ def test_every_public_name_is_there_and_others_are_errors() -> None:
     assert set(async_rl.__all__) <= set(dir(async_rl))
     with pytest.raises(AttributeError, match="nothing"):
         _ = async_rl.nothing  # type: ignore[attr-defined]
-
-
-def test_a_repository_that_is_not_installed_has_a_command_and_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert async_rl.__version__ == "unknown"
 
 
 @pytest.mark.processes

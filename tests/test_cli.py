@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from async_rl import pipeline
@@ -21,7 +19,6 @@ from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, 
 from async_rl.cli import main
 from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import MarkedCommand, wait_until
-from learner.models.policy import write_folder
 from tests.kit.models import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -49,21 +46,6 @@ def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: 
     assert f"{tmp_path}/none.yaml" in done.stderr
 
 
-def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    def help_of(*command: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            main([*command, "--help"])
-        assert caught.value.code == 0
-        return capsys.readouterr().out
-
-    names = re.findall(r"^    ([a-z-]+) ", help_of(), re.MULTILINE)
-    assert {"train", "sweep", "report", "plan", "sft", "eval", "export", "doctor", "config"} <= set(names)
-    for name in names:
-        assert "configs/" not in help_of(name), "a wheel has no such folder"
-        begin = rf"[A-Z][^\n]+\.\n\nexample: async-rl {name} [^\n]+\n\nusage: async-rl {name} "
-        assert re.match(begin, help_of(name)), help_of(name)
-
-
 @pytest.mark.parametrize(
     "command", [[], ["fly"], ["train"], ["train", "c", "--fast"], ["prepare", "gsm8k", "a", "b", "c=d"]]
 )
@@ -74,26 +56,6 @@ def test_a_wrong_command_line_ends_with_code_2(
         main(command)
     assert caught.value.code == 2
     assert "async-rl" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["train", "run.steps=3"], "CONFIG"), (["sft", "run.steps=3"], "CONFIG"), (["sweep", "run.steps=3"], "CONFIG"),
-        (["train", "--resume", "auto"], "CONFIG"), (["eval"], "MODEL"),
-    ],
-)
-def test_an_argument_that_is_missing_is_named(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2 and named in capsys.readouterr().err
-
-
-def test_export_of_a_missing_folder_names_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
-    assert "CHECKPOINT must be a run directory with a checkpoint" in capsys.readouterr().err
 
 
 def test_config_and_overrides_may_stand_before_and_behind_options(
@@ -224,18 +186,6 @@ def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
     assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
 
 
-def test_sft_does_not_overwrite_what_training_or_export_made_of_its_model(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sft", str(config_file)]) == 0
-    trained, weights = tmp_path / "run" / "model", tmp_path / "model" / "model.safetensors"
-    write_folder(load_file(weights).items(), tmp_path / "model", trained)  # as training and export do
-    before = {file.name: file.read_bytes() for file in trained.iterdir()}
-    assert main(["sft", str(config_file), f"model.path={trained}"]) == 2
-    assert f"model.path {trained}" in capsys.readouterr().err
-    assert {file.name: file.read_bytes() for file in trained.iterdir()} == before
-
-
 def test_sft_to_a_folder_that_it_can_not_write_ends_with_a_sentence(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,18 +209,6 @@ def test_sft_from_a_truncated_base_names_the_file(
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["sft", str(config_file), f"sft.base={tmp_path}/base"]) == 2
     assert str(weights) in capsys.readouterr().err
-
-
-def test_sft_from_a_base_that_is_not_there_names_the_nearest(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sft", str(config_file), "sft.base=tiny-lama"]) == 2
-    error = capsys.readouterr().err
-    assert "sft.base must be " in error and "tiny-llama?" in error
-    (tmp_path / "empty").mkdir()
-    assert main(["sft", str(config_file), f"sft.base={tmp_path / 'empty'}"]) == 2
-    assert f"sft.base {tmp_path}/empty" in capsys.readouterr().err
-    assert not (tmp_path / "model").exists()
 
 
 def test_prepare_converts_the_original_gsm8k_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

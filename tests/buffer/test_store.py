@@ -148,38 +148,6 @@ def test_the_description_says_what_a_batch_waits_for() -> None:
     assert numbers(store.describe(now_s=10.0)) == [2, 2, 2, 10, 0, 2, 1, 1, 1]
 
 
-def test_the_description_counts_in_exact_mode_the_groups_of_the_next_batch() -> None:
-    """Bound 2, batches of 2: version 0 begins the groups 0 to 5 of batches 0, 1 and 2."""
-    store = Store(plain_rules(2, 2, exact=True))
-    store.served(0)
-    store.admit("rollout/0", 9, now_s=0.0)
-    finish_all(store, [0])
-    assert numbers(store.describe(now_s=1.0))[:4] == [1, 2, 0, 5]
-    finish_all(store, [2, 3, 4, 5])
-    assert store.take(0) is None
-    assert numbers(store.describe(now_s=1.0))[:5] == [1, 2, 0, 4, 1], "four are of later batches"
-
-
-def test_the_description_tells_of_late_groups_where_used_ones_would_fill_the_batch() -> None:
-    """Bound 1, batches of 4, of which 2 are fresh: groups 6 and 7, begun at version 1, must be in batch 2."""
-    store = Store(plain_rules(1, 4, fresh_per_step=2, max_uses=2))
-    store.served(0)
-    store.admit("rollout/0", 4, now_s=0.0)
-    finish_all(store, [0, 1, 2, 3])
-    assert train(store) == [0, 1, 2, 3]
-    store.served(1)
-    store.admit("rollout/0", 4, now_s=0.0)
-    for group_id in (4, 5):
-        store.finish(group_id, b"", make_arrival(newest_version=1))
-    assert train(store) == [0, 1, 4, 5]
-    store.served(2)
-    store.admit("rollout/0", 2, now_s=0.0)
-    for group_id in (8, 9):
-        store.finish(group_id, b"", make_arrival(newest_version=2))
-    assert store.take(2) is None  # 2 of 4 finished, 2 used, 2 run for 3 s, 2 expire by version 2, the first is group 6
-    assert numbers(store.describe(now_s=3.0)) == [2, 4, 2, 2, 3, 0, 2, 2, 6, 2]
-
-
 def test_a_buffer_that_starts_again_during_a_push_that_drains_admits_no_group() -> None:
     store = Store(plain_rules(2, 1, drain=True))
     store.served(0)

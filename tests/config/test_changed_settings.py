@@ -19,8 +19,3 @@ def test_the_name_of_a_task_is_listed_only_where_it_is_set() -> None:
     assert ("model.path", "models/a", ...) in found
     assert ("task.env", "a:B", "") in found
     assert all(key != "task.name" for key, _, _ in found)
-
-
-def test_settings_of_another_version_have_no_default() -> None:
-    found = changed_settings({"staleness": {"max": 0, "new_setting": 1}, "algorithm": {"preset": "unheard of"}})
-    assert ("staleness.new_setting", 1, ...) in found

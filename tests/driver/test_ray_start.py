@@ -100,8 +100,10 @@ def answers():
 
 with open_ray(make_config()):
     assert answers()
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0), "actors have the niceness of the driver"
+    assert ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote()) == os.environ["RAY_AUTH_MODE"] == "token"
 assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys()
-assert not os.path.exists(os.path.expanduser("~/.ray"))
+assert not os.path.exists(os.path.expanduser("~/.ray"))  # a later `ray start --head` would ask for the token there
 ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
 assert answers()
 ray.shutdown()

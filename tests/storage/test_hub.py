@@ -142,14 +142,6 @@ def test_a_cut_download_is_completed_and_without_the_hub_refused(
         folder_of(config.model.path)
 
 
-def test_a_cache_of_an_older_client_is_completed(hub: HubServer, tmp_path: Path) -> None:
-    config = pinned(config_of(NAME))
-    (Path(located(config).model.path) / "model.safetensors").unlink()
-    for listing in (tmp_path / "cache" / "hub").glob("models--*/trees/*"):
-        listing.unlink()
-    assert (Path(located(config).model.path) / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("name", ["Qwen/Qwen0", "hf://Qwen/Qwen0", "hf://Qwen", "some/gguf", "some/gated"])
 def test_a_name_without_a_model_that_may_be_read_is_refused(hub: HubServer, name: str, tmp_path: Path) -> None:
     (tmp_path / "gguf").mkdir()

@@ -10,7 +10,6 @@ from async_rl.base.run_dir.unlogged_steps import (
     LEAST_STEPS,
     RecentSteps,
     missing_steps,
-    numbers_text,
     restored_records,
     write_step_metrics,
 )
@@ -51,8 +50,3 @@ def test_a_restored_first_step_leaves_its_warm_up_out_of_the_times_of_the_run(tm
     records = [*restored_records(tmp_path, [1, 2], []), *resumed]
     assert seconds_at(records) == [0.0, 5.0, 5.0, 10.0]
     assert over_steps(records).total("time/step_s") == 10.0
-
-
-def test_numbers_are_told_as_ranges() -> None:
-    assert numbers_text([3]) == "3"
-    assert numbers_text([3, 7, 8, 9, 12]) == "3, 7 to 9, 12"

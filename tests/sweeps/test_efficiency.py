@@ -17,7 +17,6 @@ from async_rl.tools.sweeps.efficiency import (
     effective_steps,
     efficiency,
     per_seed,
-    why_unknown,
 )
 from async_rl.tools.sweeps.statistics import estimate
 
@@ -168,13 +167,3 @@ def test_runs_that_reach_the_level_where_the_curve_is_flat_have_no_efficiency(e:
     assert math.isnan(efficiency([fast], curve))
     slow = [(v, float(curve(1.5 * v))) for v in (0.0, 10.0, 20.0, 30.0, 40.0)]
     assert efficiency([slow], curve) == pytest.approx(1.5, abs=0.01)
-
-
-def test_why_no_efficiency_can_be_told() -> None:
-    assert why_unknown([run(saturating)]) == ""
-    assert "staleness.max 0" in why_unknown([])
-    assert "2 points" in why_unknown([run(saturating), run(saturating, 120)])
-    assert "version 30" in why_unknown([run(lambda v: 0.3 if v == 0 else 0.95)])
-    assert why_unknown([run(lambda v: 0.5)])
-    opposed = [run(lambda v: 0.5 + 0.001 * v), run(lambda v: 0.5 - 0.0008 * v)]
-    assert "(+0.012 ± 0.108)" in why_unknown(opposed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.base.telemetry.held_out import by_name, named_results
+from async_rl.base.telemetry.held_out import named_results
 from async_rl.base.telemetry.metrics import format_step
 
 VALUES = {
@@ -16,13 +16,6 @@ def test_the_console_shows_results_on_each_source_and_of_each_reward() -> None:
     line = format_step(3, 9, VALUES)
     assert "0.500 (math 0.250, openai/gsm8k 0.750)" in line
     assert "0.600 (math 0.400, openai/gsm8k 0.800) (right 0.500, short 0.200)" in line
-
-
-def test_a_line_shows_eight_names_at_most() -> None:
-    many = {f"eval/accuracy/s{number}": 0.5 for number in range(10)}
-    told = by_name(many, "eval/accuracy")
-    assert told.startswith(" (s0 0.500, s1 0.500,") and told.endswith(", s7 0.500, 2 more)")
-    assert by_name(many, "reward/mean") == by_name({"eval/accuracy": 0.5}, "eval/accuracy") == ""
 
 
 def test_a_summary_has_each_result_by_its_words() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,22 +51,6 @@ def test_each_step_is_written_at_once_as_one_line_of_json(
     logger.close()
     logger.close()
     assert capsys.readouterr().out.splitlines() == ["step  1/20  reward 0.500", "a [note] with [brackets]"]
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
-        ((0.5, 0.5, 1.0, 0.0), ["0.500", "0.500"]),
-        ((0.25, 0.7, 1.3, 0.5), ["0.250", "0.700", "1.300", "0.500"]),
-        ((0.0, 0.4, None, 0.4), ["0.000", "0.400", "0.400"]),
-    ],
-)
-def test_the_console_says_why_held_out_accuracy_and_reward_differ(
-    values: tuple[float | None, ...], shown: list[str]
-) -> None:
-    keys = ("accuracy", "reward", "reward_of_right", "reward_of_wrong")
-    found = {f"eval/{key}": value for key, value in zip(keys, values, strict=True) if value is not None}
-    assert re.findall(r"\d\.\d{3}", format_step(3, 20, found)) == shown
 
 
 def test_a_late_evaluation_is_merged_into_its_step_when_read(tmp_path: Path) -> None:

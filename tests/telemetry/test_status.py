@@ -10,7 +10,6 @@ import pytest
 from async_rl.base.telemetry.status import (
     INTERRUPTED_END,
     NORMAL_END,
-    RUNNING,
     STALE_S,
     Status,
     format_status,
@@ -65,10 +64,3 @@ def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: 
     assert len(format_status(tmp_path).splitlines()) == 1, "it ended before any process"
     write_status(tmp_path, [status], f"{INTERRUPTED_END}; resume with: async-rl train --resume {tmp_path}")
     assert format_status(tmp_path).rstrip().endswith(f"--resume {tmp_path}"), "and no process"
-
-
-@pytest.mark.parametrize("note", [RUNNING, NORMAL_END, "ended: KeyboardInterrupt"])
-def test_the_alarms_of_a_run_stand_below_its_state(tmp_path: Path, note: str) -> None:
-    write_status(tmp_path, [], note, "Alarms: reward since step 57")
-    first, alarms = format_status(tmp_path).splitlines()
-    assert first.endswith(note) and alarms == "Alarms: reward since step 57"

@@ -99,17 +99,6 @@ def test_a_failure_is_noted_once_and_turns_the_tracker_off(name: str) -> None:
     assert note.startswith(f"{name}: off") and "disk full" in note
 
 
-def test_a_writer_of_tensorboard_that_does_not_open_is_noted_once(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").write_text("a file where the folder would be")
-    notes: list[str] = []
-    run = open_tensorboard_run(make_config(logging=logging("tensorboard")), tmp_path, notes.append)
-    assert run is not None
-    for step in (1, 2):
-        run.log({"step": step, "reward/mean": 1.0})
-    run.close()
-    assert len(notes) == 1 and notes[0].startswith("tensorboard: off")
-
-
 @pytest.mark.parametrize(("name", "identity"), [("wandb", "id"), ("trackio", "name")])
 def test_a_resumed_run_goes_on_as_the_same_run_and_another_of_its_name_does_not(
     name: str, identity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

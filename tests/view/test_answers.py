@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.base.run_dir.log_ratios import RowLogRatios
 from async_rl.base.types import Group
-from async_rl.tools.view.answers import answer_parts, episode_facts, legend, sibling, version_shares
+from async_rl.tools.view.answers import answer_parts, episode_facts, version_shares
 from async_rl.tools.view.token_texts import TokenTexts, called_tools, find_tokenizer
 from tests.kit.view.run_dirs import (
     CHAT_PROMPT,
@@ -50,19 +50,6 @@ def test_tokens_are_coloured_by_version_or_by_ratio_and_say_what_is_known_of_the
 def test_html_in_an_answer_is_text(texts: TokenTexts) -> None:
     html = "".join(part.spans for part in answer_parts(text_group(0, [HOSTILE]), 0, texts, None, None, "version"))
     assert html.count("<span") == html.count("<") / 2 == len(HOSTILE)
-
-
-def test_a_legend_names_each_version_and_why_there_are_no_ratios() -> None:
-    row = text_group(0, ["ab"], version=9).rows[0]
-    assert legend(row, 2, 11, True, "version") == [("v7", "version 9, staleness 2"), ("v0", "version 10, staleness 1")]
-    assert len(legend(row, 2, 11, True, "ratio")) == 8
-    assert len(legend(row, 2, 11, False, "ratio")) == len(legend(row, 2, None, False, "ratio")) == 1
-
-
-def test_a_sibling_is_described_by_its_reward_length_and_versions(texts: TokenTexts) -> None:
-    found = sibling(text_group(5, ["x", "right"], version=3), 1, texts)
-    assert (found["reward"], found["preview"], found["facts"]) == (1.0, "right", "5 tokens · stop · v3-4")
-    assert found["versions"] == [(0, 2 / 5), (1, 3 / 5)]
 
 
 def test_rows_of_one_episode_share_its_facts() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.tools.view.app import MISSING, duration_text
 from buffer.journal.journal import FILE_NAME
 from tests.kit.sweeps import make_sweep
 from tests.kit.view.client import Client
@@ -84,14 +83,6 @@ def test_an_alarm_is_a_banner_only_while_it_is_on(run_dir: Path) -> None:
         file.write(json.dumps(metrics_of(13) | {"alarm/kl": 1.0}) + "\n")
     text = Client(run_dir).get("./").text
     assert "The run has stopped learning" in text and HOSTILE not in text
-
-
-def test_tiles_show_the_start_and_now(run_dir: Path) -> None:
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 0, "eval/accuracy": 0.1}\n{"step": 12, "eval/accuracy": 0.5}\n')
-    text = " ".join(Client(run_dir).get("./").text.split())
-    assert '<span class="before">0.020 →</span> 0.070' in text  # the first two steps of twelve
-    assert '<span class="before">10.0% →</span> 50.0%' in text
 
 
 def test_text_of_models_and_data_is_escaped(client: Client) -> None:
@@ -196,11 +187,3 @@ def test_the_page_of_a_group_names_its_row_and_its_errors(run_dir: Path) -> None
     text = Client(run_dir).get("./groups/900").text
     assert "<dt>row of the data</dt><dd>935</dd>" in text
     assert "KeyError: &#39;plum&#39;" in text and HOSTILE not in text
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(None, MISSING), (0, "0 s"), (59.6, "1 min"), (4330, "1 h 12 min"), (258_480, "2 d 23 h"), (86_400, "1 d")],
-)
-def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
-    assert duration_text(seconds) == text

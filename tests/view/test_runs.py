@@ -12,7 +12,7 @@ import yaml
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.status import write_status
-from async_rl.tools.view.runs import RunFiles, Runs, read_json
+from async_rl.tools.view.runs import RunFiles, Runs
 from tests.kit.view.run_dirs import make_run
 
 
@@ -70,13 +70,6 @@ def test_progress_and_time_left_are_those_of_the_nearer_limit(
     assert run.time_left_s == pytest.approx(left_s)
 
 
-def test_a_limit_that_is_no_number_is_left_out(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", steps=12, note="running")
-    (run_dir / "config.yaml").write_text(yaml.safe_dump({"run": {"steps": "many", "seconds": [60]}}))
-    run = refreshed(run_dir)
-    assert run.progress == ("step 12", None) and run.time_left_s == 0
-
-
 def test_a_run_that_ended_says_why_it_ended_early_and_nothing_of_its_processes(run_dir: Path) -> None:
     run = refreshed(run_dir)
     assert (run.state.name, run.state.text, run.state.processes, run.time_left_s) == ("ended", "", (), None)
@@ -112,26 +105,8 @@ def test_a_resume_that_starts_is_told_from_a_run_that_ended(
     assert RunFiles(run_dir).state.name == name
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"note": "running", "time_s": "soon"}'])
-def test_a_damaged_status_is_an_unknown_state(tmp_path: Path, text: str) -> None:
-    (tmp_path / "status.json").write_text(text)
-    assert RunFiles(tmp_path).state.name == "unknown"
-
-
-def test_a_missing_or_damaged_config_leaves_settings_out(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path)
-    assert (run.config, run.setting("run.steps", 0), run.setting("a.b", 3)) == ({}, 0, 3)
-    (tmp_path / "config.yaml").write_text("run: [unclosed")
-    assert RunFiles(tmp_path).config == {}
-
-
 def test_a_change_of_a_file_changes_its_text(run_dir: Path) -> None:
     before = RunFiles(run_dir).changes()
     write_status(run_dir, [], "running")
     after = RunFiles(run_dir).changes()
     assert [kind for kind in before if before[kind] != after[kind]] == ["status"]
-
-
-def test_a_file_that_is_no_object_is_empty(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(b"\xff\xfe")
-    assert read_json(tmp_path / "a.json") == {}

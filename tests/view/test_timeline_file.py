@@ -109,13 +109,6 @@ def test_a_file_that_grows_is_followed_from_where_it_was(tmp_path: Path) -> None
     assert len(timeline.refresh().step_ends_s()) == 4
 
 
-def test_damaged_events_are_left_out(tmp_path: Path) -> None:
-    write_timeline(tmp_path, steps=2)
-    path = tmp_path / "timeline.json"
-    path.write_text(path.read_text().replace('"ts": 5300000', '"ts": "soon"'))
-    assert TimelineFile(path).refresh().window(1, 2, number_of_first=1) is not None
-
-
 def test_a_step_ends_where_the_wait_for_the_next_batch_begins() -> None:
     spans = [
         Span("l", "wait_data", 0, 1, "batch"), Span("l", "wait_data", 1, 2, "batch"), Span("l", "busy", 2, 3, "update"),

@@ -30,7 +30,6 @@ from tests.kit.configs import learner_config, make_config
 from tests.kit.learner.exported import train_and_export
 from tests.kit.tiny_moe import EXPERTS, save_moe
 
-CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64,

@@ -20,7 +20,6 @@ from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.journal.tables import SCHEMA_VERSION
 from buffer.protocol.wire import pack_request
-from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
 from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker
@@ -186,17 +185,6 @@ def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_pa
                 assert record["versions"] == (row.versions.tolist() if is_kept else None)
 
 
-def test_an_export_under_the_name_of_another_format_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = journalled(tmp_path)
-    trained(config, steps=2)
-    for name in ("out.csv", "out"):
-        assert main(["export-trajectories", str(config.run_dir), str(tmp_path / name)]) == 2
-        assert f"got {tmp_path / name}" in capsys.readouterr().err
-        assert not (tmp_path / name).exists()
-
-
 def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
     config = journalled(tmp_path, keep_steps=3)
     task_config = TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=256)
@@ -241,14 +229,6 @@ def test_a_journal_without_a_commit_has_nothing_to_export(tmp_path: Path, capsys
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
     assert FILE_NAME in capsys.readouterr().err
     assert not (tmp_path / "out.parquet").exists()
-
-
-def test_a_file_that_is_no_journal_is_named_in_the_error(tmp_path: Path) -> None:
-    config = journalled(tmp_path)
-    config.run_dir.mkdir()
-    (config.run_dir / FILE_NAME).write_bytes(b"not a database" * 100)
-    with pytest.raises(AsyncRLError, match=FILE_NAME):
-        BufferServer(config)
 
 
 def test_a_journal_of_another_schema_version_is_refused(

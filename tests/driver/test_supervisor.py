@@ -76,9 +76,7 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_ca
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60, "Ray to kill it")
 
 
-def test_a_server_that_a_push_dropped_is_started_again_once_and_a_learner_past_its_limit_ends_it(
-    start_run: Any
-) -> None:
+def test_a_dropped_server_is_started_again_once_and_an_overdue_learner_ends_the_run(start_run: Any) -> None:
     run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server")
     back = "rollout/0 is back, with the weights of version 5"
@@ -99,7 +97,7 @@ def test_a_server_that_a_push_dropped_is_started_again_once_and_a_learner_past_i
     Supervisor(run.config, run.processes, run.log).give_up(caught.value)  # raises no second error
 
 
-def test_a_dead_evaluation_server_costs_its_evaluation_and_a_server_that_dies_twice_the_run(start_run: Any) -> None:
+def test_a_dead_evaluation_server_costs_its_evaluation_and_two_deaths_the_run(start_run: Any) -> None:
     run = start_run(evals=1)
     run.tell("rollout-0-answers", "rollout-1-dies when asked")
     thread = tells_when(
@@ -118,7 +116,7 @@ def test_a_dead_evaluation_server_costs_its_evaluation_and_a_server_that_dies_tw
     assert num_lost(run) == 2
 
 
-def test_a_server_on_a_shared_gpu_starts_between_steps_and_a_failed_join_names_the_learner(start_run: Any) -> None:
+def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_a_failed_join_ends_the_run(start_run: Any) -> None:
     run = start_run(colocated=True)
     run.tell("rollout-0-answers", "learner-0-drops a server")
 

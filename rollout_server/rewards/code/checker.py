@@ -6,6 +6,7 @@ sandbox itself dies, there is no verdict.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import re
 import textwrap
@@ -202,7 +203,10 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 @asynccontextmanager
 async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Callable[..., RewardResult]]:
     """Yield the function that scores an answer."""
-    yield CodeChecker(sandbox=sandbox_of(config.task.sandbox, settings), settings=settings).score
+    sandbox = sandbox_of(config.task.sandbox, settings)
+    if isinstance(sandbox, Bubblewrap):  # it asks the Python of programs once: no answer should wait for that
+        await asyncio.to_thread(sandbox.command_line, None)
+    yield CodeChecker(sandbox=sandbox, settings=settings).score
 
 
 def sandbox_of(config: SandboxConfig, settings: CodeSettings) -> Sandbox:

@@ -36,7 +36,7 @@ MARGIN_S = 5.0
 CLOSE_S = 1.0
 """How long a sandbox may take to end by itself."""
 GRACE_S = MARGIN_S - CLOSE_S
-"""How long after the deadline of a run its reply may come. A run without one still ends within MARGIN_S."""
+"""How long after the time limit of a run its reply may come. Without a reply the run still ends within MARGIN_S."""
 _COMPILE_S = 10.0
 SERVICE_MARGIN_S = 10.0
 """A run ends at most this long after its time limit, whatever the service does: queue, compile, fail, send slowly."""
@@ -195,16 +195,18 @@ class Interpreter:
     def run(self, program: str, stdin: str = "", limits: RunLimits = DEFAULT_LIMITS) -> Ended:
         """Run a program to its end, or to its deadline, and return how it ended.
 
+        The call takes at most `limits.wall_s` + GRACE_S, also if it starts the sandbox.
+
         Raises:
             SandboxDiedError: the sandbox did not start, died twice, or did not answer in time.
         """
         end_s = time.monotonic() + limits.wall_s + GRACE_S
         try:
-            return self._run(program, stdin, limits)
+            return self._run(program, stdin, limits, end_s)
         except SandboxDiedError:
             if time.monotonic() >= end_s:
                 raise
-            return self._run(program, stdin, limits)
+            return self._run(program, stdin, limits, end_s)
 
     def close(self) -> None:
         """End the sandbox, which ends by itself, with the program that it runs, when nobody writes to it."""
@@ -223,8 +225,12 @@ class Interpreter:
         process.stdout.close()
         self._errors.close()
 
-    def start(self) -> None:
-        """Start the interpreter and wait for its setup. SandboxDiedError: it has failed."""
+    def start(self, end_s: float = math.inf) -> None:
+        """Start the interpreter and wait for its setup until `end_s`, at most START_TIMEOUT_S.
+
+        SandboxDiedError: it has failed, or takes longer.
+        """
+        end_s = min(end_s, time.monotonic() + START_TIMEOUT_S)
         user = FIRST_UID + next(_numbers) % NUM_UIDS if os.getuid() == 0 and self.sandbox.is_contained else None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -236,18 +242,17 @@ class Interpreter:
             raise SandboxDiedError(f"a sandbox could not be started: {error}") from error
         assert self.process.stdin
         os.set_blocking(self.process.stdin.fileno(), False)
-        setup, end_s = self.setup.encode(), time.monotonic() + START_TIMEOUT_S
+        setup = self.setup.encode()
         self._send(b"%d\n%b" % (len(setup), setup), end_s)
         if self._read(_LINE, end_s).strip() != b"ready":
             raise self._death("could not be started")
 
-    def _run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
+    def _run(self, program: str, stdin: str, limits: RunLimits, end_s: float) -> Ended:
         if self.process is None:
-            self.start()
+            self.start(end_s)
         source, given = program.encode(errors="replace"), stdin.encode(errors="replace")
         of_run = (limits.wall_s, limits.cpu_s, limits.memory_bytes, limits.output_bytes, limits.processes)
         numbers = " ".join(map(str, (len(source), len(given), *of_run)))
-        end_s = time.monotonic() + limits.wall_s + GRACE_S
         self._send(b"%b\n%b%b" % (numbers.encode(), source, given), end_s)
         try:
             code, is_late, cpu_s, *lengths = self._read(_LINE, end_s).split()
@@ -331,7 +336,7 @@ def _problem(python: str, command: tuple[str, ...]) -> str:
     look = f"import shutil; print(shutil.which({command[0]!r}) or '')" if command else "print('found')"
     try:
         with Bubblewrap(python=python).open() as run:
-            ended = run(look)
+            ended = run(look, limits=RunLimits(wall_s=START_TIMEOUT_S))
     except SandboxDiedError as error:
         return str(error)
     if ended.exit_code:

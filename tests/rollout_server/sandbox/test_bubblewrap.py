@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from async_rl.base.errors import ConfigError
+from rollout_server.question import Question
+from rollout_server.rewards.code import sandbox as sandboxes
+from rollout_server.rewards.code.checker import CodeChecker, CodeSettings
 from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
 from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
@@ -43,15 +48,21 @@ def run(program: str, stdin: str = "7\n", sandbox: Bubblewrap = BUBBLEWRAP, **li
         return run(program, stdin, RunLimits(**{"wall_s": 20.0, **limits}))  # type: ignore[arg-type]
 
 
-def processes_here() -> list[str]:
-    return [each.name() for each in psutil.Process().children(recursive=True) if each.name() in ("bwrap", "python3")]
+@contextmanager
+def nothing_is_left() -> Iterator[None]:
+    """Fail if a process that was started in this block goes on after it; those of other tests don't count."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    started = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    _, alive = psutil.wait_procs(started, timeout=30)  # the kernel ends a sandbox's processes one after the other
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @needs_bubblewrap
 @pytest.mark.parametrize("name", MISDEEDS)
 def test_a_misdeed_is_held_but_for_what_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "sesame")
-    with exposed_host() as values:
+    with exposed_host() as values, nothing_is_left():
         text = TRY + MISDEEDS[name]
         for word, value in values.items():
             text = text.replace(word, value)
@@ -61,7 +72,6 @@ def test_a_misdeed_is_held_but_for_what_is_named(name: str, monkeypatch: pytest.
     assert was_open <= OPEN.get(name, set()) | OWN.get(name, set()), lines
     assert ended.is_late == (name in ENDLESS) and len(ended.output) <= 1 << 20
     assert ended.is_late or was_open or any("held" in line for line in lines), ended
-    assert processes_here() == []
 
 
 @needs_bubblewrap
@@ -95,7 +105,7 @@ def test_a_program_sees_nothing_of_the_host() -> None:
 
 @needs_bubblewrap
 def test_tests_of_one_answer_share_a_sandbox_and_no_state() -> None:
-    with Bubblewrap().open("import math\nshared = [math.pi]") as run:
+    with nothing_is_left(), Bubblewrap().open("import math\nshared = [math.pi]") as run:
         program = "prepared['shared'].append(1)\nimport math\nmath.e = input()\nprint(len(prepared['shared']), math.e)"
         assert [run(program, text).output for text in ("a", "b")] == ["2 a\n", "2 b\n"]
         assert run("import subprocess\nsubprocess.Popen(['sleep', '100'])\nprint(1)").output == "1\n"
@@ -103,20 +113,19 @@ def test_tests_of_one_answer_share_a_sandbox_and_no_state() -> None:
         assert "MemoryError" in run("x = bytearray(1 << 30)").errors
         assert run("import os\nos.kill(1, 9)\nos.kill(os.getppid(), 2)\nprint(7)").output == "7\n"
         assert run("import sys\nsys.exit(3)").exit_code == 3
-    assert processes_here() == []
 
 
 @needs_bubblewrap
 def test_a_sandbox_that_dies_is_replaced_once() -> None:
-    interpreter = Interpreter(Bubblewrap(), "")
-    assert interpreter.run("print(1)").output == "1\n"
-    assert interpreter.process
-    interpreter.process.kill()
-    assert interpreter.run("print(2)").output == "2\n"
-    interpreter.close()
-    with pytest.raises(SandboxDiedError), Bubblewrap().open("1 / 0") as run:
-        run("print(3)")
-    assert processes_here() == []
+    with nothing_is_left():
+        interpreter = Interpreter(Bubblewrap(), "")
+        assert interpreter.run("print(1)").output == "1\n"
+        assert interpreter.process
+        interpreter.process.kill()
+        assert interpreter.run("print(2)").output == "2\n"
+        interpreter.close()
+        with pytest.raises(SandboxDiedError), Bubblewrap().open("1 / 0") as run:
+            run("print(3)")
 
 
 @needs_bubblewrap
@@ -130,6 +139,26 @@ def test_a_sandbox_that_is_stopped_is_killed_with_all_its_processes(python: str)
     interpreter.close()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+class Slow(Bubblewrap):
+    """An interpreter that is never ready."""
+
+    def command_line(self, user: int | None) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(99)"]
+
+
+def test_a_sandbox_that_starts_too_slowly_costs_no_more_than_the_limit_of_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the answer has no verdict, and the reward does not run out of its own time limit."""
+    monkeypatch.setattr(sandboxes, "GRACE_S", 0.2)
+    checker = CodeChecker(sandbox=Slow(), settings=CodeSettings(timeout_s=0.2))
+    question = Question(messages=[], ground_truth={"inputs": ["1"], "outputs": ["1"]})
+    began_s = time.monotonic()
+    result = checker.score(question, "```python\nprint(1)\n```")
+    assert result.score is None and "a sandbox did not answer" in result.reason
+    assert time.monotonic() - began_s < sandboxes.START_TIMEOUT_S / 2
 
 
 @needs_bubblewrap

@@ -26,7 +26,7 @@ MAX_GRAPH_REPLIES = 1024
 
 
 class Purpose(StrEnum):
-    """The use that is made of the replies to a request."""
+    """What the replies to a request are for."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -42,8 +42,8 @@ class GenerationRequest:
 
     purpose: Purpose = Purpose.TRAINING
     group_id: int
-    """The group that the request is for; in an evaluation the number of its prompt among all that the worker was given.
-    Several requests of one group run at once if its episodes have several turns."""
+    """The group of the request; in an evaluation, the number of its prompt among all that the worker was given.
+    A group whose episodes have several turns may have several requests running."""
     prompt: Prompt
     start_version: int
     """The served version when the group was admitted; no token of the replies may be older. 0 in an evaluation."""
@@ -55,7 +55,7 @@ class GenerationRequest:
 
     @property
     def key(self) -> str:
-        """A text that requests share if they have the same purpose and group; ids at the server begin with it."""
+        """The same text for all requests of one purpose and group. Request ids at the server begin with it."""
         return f"{self.purpose}-{self.group_id}"
 
     def greedy(self) -> GenerationRequest:
@@ -81,9 +81,9 @@ class Load:
     running: int
     """The number of replies in the running batch."""
     slots: int
-    """The largest number of replies that the engine samples at once."""
+    """The largest number of replies that the engine samples simultaneously."""
     kv_tokens: int = 0
-    """The number of tokens for which the KV cache has room; 0: not known."""
+    """The size of the KV cache in tokens; 0: not known."""
 
 
 class Engine(Protocol):
@@ -128,9 +128,9 @@ def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
 class StopTexts:
     """Texts that end a reply with the token that completes one of them.
 
-    That token is kept, though it may hold more than the end of the text: it was sampled, so it is trained on like the
-    others. The tokens after it are as if they had not been sampled: a token depends only on those before it, so the
-    logprobs that stay are right also if an engine has sampled on.
+    That token is kept, even if it contains more than the end of the text: it was sampled, so it is trained on like the
+    others. Tokens after it are dropped, if an engine has sampled any. The logprobs that stay are right, because a token
+    depends only on the tokens before it.
 
     Args:
         texts: one or more texts, none empty.
@@ -148,7 +148,7 @@ class StopTexts:
         return self._is_in(tokens[-self._tail_tokens :])
 
     def cut(self, reply: SampledReply) -> SampledReply:
-        """Return the reply up to the token with which its text contains one of the texts, or as it is without any."""
+        """Return the reply up to the token that completes one of the texts; the same reply if none does."""
         tokens = reply.tokens.tolist()
         if not self._is_in(tokens):
             return reply
@@ -164,9 +164,9 @@ class StopTexts:
 
 
 def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_bytes: int) -> int:
-    """Return for how many tokens a server's KV cache has room: all rows in flight if memory allows, else fewer.
+    """Return the size of a server's KV cache in tokens: all rows in flight if memory allows, else fewer.
 
-    There is room for one row at least.
+    It has room for at least one row.
 
     Args:
         token_bytes: memory for one token; see kv_token_bytes.
@@ -187,7 +187,7 @@ def graph_replies(config: Config) -> int:
 def kv_token_bytes(model: Any, dtype: str, tp: int = 1) -> int:
     """Return the bytes that one token takes in the KV cache of each of the `tp` ranks of a server.
 
-    A rank holds one head at least: of fewer heads than ranks each is there more than once.
+    Each rank has at least one head. With fewer heads than ranks, several ranks have the same head.
 
     Args:
         model: the text part of the model's config.

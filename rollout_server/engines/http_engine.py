@@ -87,17 +87,17 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
-        """Request the missing rest of `replies` and append it. If a push aborts it, some stay unfinished."""
+        """Request the missing rest of `replies` and append it. After an abort by a push some stay unfinished."""
 
     @abstractmethod
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         """Return (path, body) of the POST request that ends a request on the server."""
 
     def priority(self, request: GenerationRequest) -> int:
-        """Return the priority of a request at the server, which is to begin with lower ones first.
+        """Return the priority of a request. The server begins with the lowest.
 
-        The groups with the nearest deadline go first. An evaluation, which has none, comes after all groups that were
-        admitted by now. It comes before groups of later versions, as it would wait for ever at a server that is full.
+        Groups with the nearest deadline go first. An evaluation has no deadline: it comes after all groups admitted so
+        far, but before groups of later versions, because it would wait for ever at a full server.
         """
         self._newest = max(self._newest, request.start_version)
         return self._newest + 1 if request.purpose is Purpose.EVALUATION else request.start_version
@@ -159,12 +159,13 @@ class HttpEngine(ABC):
 def cache_key(request: GenerationRequest) -> str:
     """Return the prefix-cache key of a request. A request reads only KV that requests with the same key have left.
 
-    The key is the group's, so an episode's next turn finds the KV of its history; each held-out prompt and each greedy
-    baseline has one of its own. It has no policy version, because nobody knows at the time of a request which weights
-    will compute it: it may wait at the server until a push is done. The server makes sure of the version instead: every
-    pause for a push but `in_place` empties its prefix cache, and it computes nothing between that and the new weights.
-    With `in_place` it keeps the cache, so that a turn may begin on KV of older weights, as the rest of a reply does
-    after such a push; `Group.old_kv` flags both.
+    The key is the group's, so an episode's next turn finds the KV of its history. Each held-out prompt and each greedy
+    baseline has a key of its own.
+
+    The key contains no policy version: a request may wait at the server until a push is done, so nobody knows which
+    weights will compute it. Instead every pause for a push empties the server's prefix cache, and the server computes
+    nothing until it has the new weights. The exception is `in_place`, which keeps the cache: a turn may begin on KV of
+    older weights, as the rest of a reply does after such a push. `Group.old_kv` flags both.
     """
     return request.key
 

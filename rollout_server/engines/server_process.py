@@ -1,7 +1,7 @@
 """Runs the process of a rollout server: its port, its log, its start, and its end with all its children.
 
-A server may ask the kernel to end it together with its parent. It then ends when the thread that started it ends, so
-start it from a thread that lives as long as the engine, such as the event loop's.
+A server may ask the kernel to end it together with its parent. It then ends with the thread that started it, so start
+it from a thread that lives as long as the engine, such as the event loop's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROJECT = Path(__file__).parents[2]
 
 
 def free_port(host: str, ports: Sequence[int] = ()) -> int:
-    """Return one of `ports` that is free now; by default below the range that the kernel gives outgoing connections.
+    """Return one of `ports` that is free now. The default is below the kernel's range for outgoing connections.
 
     Raises:
         ConfigError: none of them is free on this host.
@@ -46,10 +46,10 @@ def free_port(host: str, ports: Sequence[int] = ()) -> int:
 
 
 def server_seed(seed: int, index: int, log_file: Path) -> int:
-    """Return the random seed of one start of a server, in 0..2**31 - 1: servers and starts have streams of their own.
+    """Return the random seed of one start of a server, in 0..2**31 - 1. Every server and every start has another.
 
-    With equal seeds two servers whose batches are in step sample the same numbers, and a batch of their groups varies
-    more than independent groups would. Every start appends to `log_file`, so its size tells a restart from the first.
+    With equal seeds, two servers with batches in step would sample the same numbers, and a batch of their groups would
+    vary more than independent groups. Every start appends to `log_file`, so its size differs at a restart.
     """
     start = log_file.stat().st_size if log_file.exists() else 0
     return int(np.random.SeedSequence((seed, index, start)).generate_state(1)[0]) >> 1
@@ -221,10 +221,10 @@ _LOCK, _LIST = "lock", "shared-memory"
 
 
 def new_folder() -> tuple[Path, int]:
-    """Make a folder for a server; returns it and an open file, which holds its lock as long as a process has it open.
+    """Make a folder for a server. Returns it and an open file that locks the folder while a process has it open.
 
     The server must inherit the file. The kernel releases the lock when the server ends, however it ends. This works
-    across containers too, which see each other's files but not each other's processes.
+    between containers too, which see each other's files but not each other's processes.
     """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     unlocked = folder / "unlocked"
@@ -235,7 +235,7 @@ def new_folder() -> tuple[Path, int]:
 
 
 def list_shared_files(folder: Path, pid: int, patterns: Sequence[str], shared_memory: Path = SHARED_MEMORY) -> None:
-    """Write into a server's folder which files in shared memory the children of process `pid` have mapped.
+    """Write into a server's folder the names of the files in shared memory that children of process `pid` have mapped.
 
     Args:
         patterns: only files with names of one of these patterns are the server's own.
@@ -264,9 +264,9 @@ def remove_folder(folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
 
 
 def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove what this user's servers that were killed have left behind: each folder whose lock nobody holds.
+    """Remove the folders of this user's servers that were killed: nobody locks them any more.
 
-    A server that is ended in order removes its own; see ServerProcess.aclose.
+    A server that ends in order removes its own folder; see ServerProcess.aclose.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # it is a live server's, or has just been removed by another sweep

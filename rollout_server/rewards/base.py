@@ -47,7 +47,7 @@ class Verifier(Protocol):
     """
 
     def verify(self, question: Question, response: str) -> Any:
-        """Return the task's own reward of a response. Many threads call it at once, only if no reward is named."""
+        """Return the task's own reward of a response, if no reward is named. Must be thread-safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +64,16 @@ class NamedReward:
     limit: str = "timeouts.reward_s"
     """The configuration key of `timeout_s`, or words for it where there is none."""
     concurrency: int = 0
-    """The most calls that a worker makes at once; 0: MAX_THREADS or MAX_TASKS."""
+    """The most simultaneous calls of a worker; 0: MAX_THREADS or MAX_TASKS."""
     identity: bytes = b""
-    """A digest of its code and settings, for the keys of its verdicts; empty: none is kept."""
+    """A digest of its code and settings, for the keys of its cached verdicts; empty: none is cached."""
     logs_score: bool = False
-    """Whether its score is logged by its name: always but for the one reward of a run, which is the reward itself."""
+    """Whether its score is logged by its name. False for the only reward of a run: its score is the run's reward."""
     about: str = ""
     """The words of `async-rl status` on it."""
 
     def at_once(self, function: Score) -> int:
-        """Return the most calls at once of the function of this reward."""
+        """Return the most simultaneous calls of this reward's function."""
         return self.concurrency or (MAX_TASKS if is_async(function) else MAX_THREADS)
 
 
@@ -122,7 +122,7 @@ def _opened(config: Config, task: Verifier, rewards: Sequence[RewardConfig], of:
 
 
 def _check_evaluations(config: Config, task: Verifier, of: RewardConfig, key: str) -> None:
-    """Check that a judge that compares answers has several of them in an evaluation, or else counts for nothing."""
+    """Check that a judge that compares answers gets several of them in an evaluation, unless its weight is 0."""
     compares = of.reward in _COMPARING and bool(of.weight or of.weights)
     if compares and config.eval.num_prompts and config.eval.samples_per_prompt == 1:
         prompts: list[Any] = getattr(task, "eval_prompts", list)()

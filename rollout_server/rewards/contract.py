@@ -1,5 +1,4 @@
-"""The contract of rewards: the function that scores, its entry with declarations about it, and the results that it may
-return."""
+"""The contract of rewards: the function that scores, its declarations, and the results that it may return."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ class RewardResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log, as reward/<name of the reward>/<name>."""
     reason: str = ""
-    """The reason for there being no verdict, in a sentence."""
+    """Why there is no verdict, in a sentence."""
     is_final: bool = True
-    """False: the same input may get another verdict, so that this one is not kept."""
+    """False: the same input may get another verdict, so this one is not cached."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """The cost of the call, such as tokens: numbers that are summed and logged as scoring/<name of the reward>/<its
-    name>. A verdict that is kept has cost nothing the next time."""
+    name>. A cached verdict costs nothing."""
 
 
 class CallLimits(NamedTuple):
@@ -47,7 +46,7 @@ class CallLimits(NamedTuple):
     timeout_s: float
     """How long one call may take."""
     concurrency: int
-    """The most calls at once."""
+    """The most simultaneous calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +67,22 @@ class Reward:
     settings: Any = None
     """The class of its settings, made by async_rl.base.config.section.section; None: it has none."""
     is_function_of_input: bool = False
-    """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
+    """Whether the same question, answer and settings always give the same verdict, which may then be cached."""
     inputs: Callable[[Config], Any] | None = None
-    """Returns what else of the configuration a verdict that may be kept depends on, as in JSON; None: nothing."""
+    """Returns further parts of the configuration that change a cached verdict, as in JSON; None: no others."""
     modules: tuple[str, ...] = ()
-    """The names of further modules that a kept verdict depends on, besides the function's own. A package counts with
-    all that is in it."""
+    """The names of further modules whose code changes a cached verdict, besides the function's own. A package counts
+    with all of its modules."""
     concurrency: int = 0
-    """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
+    """The most simultaneous calls of a worker; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
     limits: Callable[[Config, Any], CallLimits] | None = None
-    """Returns, given the configuration and the settings, the limits of its calls, where these set them; None:
-    timeouts.reward_s and `concurrency`."""
+    """Returns the limits of its calls, given the configuration and the settings; None: timeouts.reward_s and
+    `concurrency`."""
     check: Callable[[Config, Any, float, str], None] | None = None
-    """Checks before a run starts, given the configuration, the settings, the time limit of a call in seconds and the
-    key of the reward, that the reward can work on this machine; raises ConfigError if not."""
+    """Checks before a run starts that the reward can work on this machine; raises ConfigError if not. It gets the
+    configuration, the settings, the time limit of a call in seconds, and the key of the reward."""
     describe: Callable[[Config, Any], str] | None = None
-    """Returns, given the configuration and the settings, what `async-rl status` says of it."""
+    """Returns the words of `async-rl status` about it, given the configuration and the settings."""
 
     def __post_init__(self) -> None:
         near = difflib.get_close_matches(str(self.of), get_args(Of), n=1)

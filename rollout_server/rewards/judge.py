@@ -403,7 +403,7 @@ def _with_counts(results: list[RewardResult], counts: Counts) -> list[RewardResu
 
 def _limits(config: Config, num_requests: int, of_evaluation: int = 0) -> CallLimits:
     """Return the limits of calls of so many requests; those for the prompts of an evaluation have `of_evaluation`, if
-    that is more. At once there are as many as have a place for each of their requests.
+    that is more. As many calls run simultaneously as have a place for each of their requests.
     """
     judge = config.judge
     at_once = max(1, judge.concurrency // max(1, num_requests or of_evaluation))
@@ -469,7 +469,7 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 
 
 def _judge_of(config: Config) -> Any:
-    """Return what of the configuration changes verdicts."""
+    """Return the parts of the configuration that change verdicts."""
     judge = config.judge
     return [judge.path, judge.model, [judge.engine, judge.server_args] if judge.path else list(judge.urls)]
 

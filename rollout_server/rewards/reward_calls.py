@@ -127,7 +127,7 @@ class RewardThreads:
 
 
 class RewardTasks:
-    """Awaits reward functions, at most `num_tasks` at once, each for at most `timeout_s`.
+    """Awaits reward functions, at most `num_tasks` at a time, each for at most `timeout_s`.
 
     Args:
         limit: the configuration key of `timeout_s`, for errors.
@@ -205,7 +205,7 @@ def time_limit_s(num_calls: int, at_once: int, timeout_s: float) -> float:
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
-    """Return the result of a function, or a RewardError in place of the exception that it raised."""
+    """Return the result of a function, or a RewardError for the exception that it raised."""
     try:
         return function()
     except RewardError as error:

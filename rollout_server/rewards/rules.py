@@ -28,8 +28,7 @@ from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.reward_calls import num_children
 
 Rule = Callable[[Question, str], float]
-"""Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
-once."""
+"""Takes the question and the text of a response without special tokens, returns the reward. Must be thread-safe."""
 
 TAIL_CHARACTERS = 300
 """The GSM8K rule looks for the answer in so many last characters of the response."""
@@ -187,12 +186,12 @@ def as_math(answer: Any) -> str:
 
 
 def with_marked_math(text: str) -> str:
-    """Return a text with the form of `as_math` in place of the content of boxes, dollars or brackets."""
+    """Return a text whose boxes, dollars and brackets have their content in the form of `as_math`."""
     return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
 
 
 def final_answer(response: str) -> str:
-    """Return the last <answer> of a response, without one what follows its thoughts, and if nothing does all of it.
+    """Return the last <answer> of a response; without one the text after its thoughts; without that the response.
 
     One that is empty, or only refers to a box before it or mentions the tag behind a box, is none.
     """
@@ -274,8 +273,8 @@ def is_number(answer: Any) -> bool:
 
 
 def is_answer(answer: Any) -> bool:
-    """Return whether a right answer may be one that math-verify compares with: neither empty nor true, false, null, a
-    mapping or no finite number.
+    """Return whether math-verify can compare with a right answer: not if it is empty, true, false, null, a mapping, or
+    not finite.
     """
     if answer is None or isinstance(answer, bool | dict) or (isinstance(answer, list) and not answer):
         return False

@@ -1,4 +1,4 @@
-"""Scores the episodes of a group by all rewards of the run, and counts what becomes of the calls.
+"""Scores the episodes of a group by all rewards of the run, and counts the calls and their outcomes.
 
     NamedReward ──► calls, one of each answer, episode or group ──► threads or tasks, with time limits ──► verdicts
                       │ verdicts that are known                                                              │
@@ -43,7 +43,7 @@ class Verdict:
     values: dict[str, float] = field(default_factory=dict)
     """The scores by the names of the rewards, and their metrics as <reward>/<metric>."""
     reason: str = ""
-    """The reason for there being no verdict, in a sentence."""
+    """Why there is no verdict, in a sentence."""
 
 
 class Scoring:
@@ -82,7 +82,7 @@ class Scoring:
         return [self._verdict(results) for results in zip(*by_reward, strict=True)]
 
     def drain_metrics(self) -> list[Metric]:
-        """Return how many calls each reward got since the last call, what became of them, and how long they took."""
+        """Return the number of calls of each reward since the last drain, their outcomes, and their duration."""
         return [metric for each in self._rewards for metric in each.drain_metrics()]
 
     async def aclose(self) -> None:
@@ -155,7 +155,7 @@ class _Scorer:
 
     async def _open(self, limit_s: float) -> None:
         """Open what the reward needs within `limit_s`, the wait for another call that does so included."""
-        foreign = ForeignCode()  # the tasks that it creates go on: they belong to what is open
+        foreign = ForeignCode()  # the tasks that it creates continue: they belong to the open reward
         try:
             async with asyncio.timeout(limit_s) as limit, self._opening:
                 if self._calls is None:
@@ -186,7 +186,7 @@ class _Scorer:
         self._calls = calls(named.timeout_s, named.at_once(function), named.limit)
 
     def limit_s(self, num_episodes: int) -> float:
-        """Return within which time the calls for so many more episodes surely end."""
+        """Return a time limit in seconds for the calls for so many more episodes; see `time_limit_s`."""
         assert self._calls is not None
         return self._calls.limit_s(1 if self.named.reward.of == "group" else num_episodes)
 
@@ -221,7 +221,7 @@ class _Scorer:
             raise
 
     async def _score_answers(self, question: Question, answers: Sequence[str]) -> list[RewardResult]:
-        """Return the verdicts on answers; those that are known are not asked for again, nor is the same one twice."""
+        """Return the verdicts on answers. Known verdicts come from the cache, and equal answers are scored once."""
         if not self._cache:
             results, began_s = await self._run([partial(self._function, question, answer) for answer in answers])
             verdicts = list(map(read_verdict, results))

@@ -1,7 +1,7 @@
-"""Keeps verdicts of rewards that are functions of their input in SQLite, so that no answer is scored twice in a run.
+"""Caches verdicts in SQLite, for rewards that are functions of their input: no answer is scored twice in a run.
 
-Only verdicts are kept: neither errors nor that there was no verdict. The file is shared by all workers of a host, and
-by the runs that resume. A reward whose code or settings have changed has other keys.
+Errors and missing verdicts are not cached. All workers of a host share the file, and a resumed run uses it again. A
+reward whose code or settings have changed has other keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout_server.rewards.contract import Reward, RewardResult
 
 FILE_NAME = "rewards.sqlite"
 LOCK_LIMIT_S = 5.0
-"""How long a worker waits for another that writes, before it goes on without the cache this time."""
+"""How long a worker waits for another that writes, before it continues without the cache this time."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS verdicts (
@@ -69,7 +69,7 @@ class VerdictCache:
         return {key: RewardResult(score, json.loads(metrics)) for key, score, metrics in found}
 
     def put(self, reward: str, question: Question, verdicts: Mapping[bytes, tuple[str, RewardResult]]) -> None:
-        """Keep verdicts on answers to a question, given as {key: (answer, verdict)}, but none that is not final."""
+        """Cache the final ones of verdicts on answers to a question, given as {key: (answer, verdict)}."""
         truth = _text(question.ground_truth)
         rows = [
             (key, reward, truth, answer, verdict.score, json.dumps(dict(verdict.metrics)))

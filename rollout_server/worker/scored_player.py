@@ -110,7 +110,7 @@ class ScoredPlayer:
         return (*self.log.drain_notes(), *(f"{self.name}: {note}" for note in self._player.drain_notes()))
 
     async def aclose(self) -> None:
-        """End what the episodes and the rewards needed. The engine goes on."""
+        """Close what the episodes and the rewards have opened. The engine stays."""
         await self._player.aclose()
         for scoring in filter(None, (self._scoring, self._gold)):
             await scoring.aclose()
@@ -213,7 +213,7 @@ class Evaluation:
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep at most rollout.max_groups_in_flight prompts in flight, because all at once would
+            beside_training: keep at most rollout.max_groups_in_flight prompts in flight, because more would
                 delay the groups that the learner waits for. With eval.pin_version the next push waits, so there is no
                 limit.
             part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,

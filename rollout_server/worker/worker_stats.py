@@ -175,7 +175,7 @@ class EpisodeLog:
         self._episodes: list[Mapping[str, float]] = []
         """The metrics of each episode of several turns since the last call of `drain_metrics`."""
         self._noted: set[str] = set()
-        """The kinds of errors that the console was told of."""
+        """The kinds of errors that have been noted."""
         self._notes: list[str] = []
         self.report_now = asyncio.Event()
         """Set for lines that must not come after the end of a run that they explain."""

@@ -1,4 +1,4 @@
 """The hf engine: generates with transformers in the worker's process, deterministically.
-`engine.py` implements `Engine`, `batch.py` decodes, `weights.py` takes pushes.
+`engine.py` implements `Engine` and takes pushes, `batch.py` decodes.
 base/seams/engines.py names it.
 """

@@ -22,7 +22,7 @@ PREFILL_TOKENS = 16_384
 _GROWTH = 64
 """The number of columns that are added to a full cache."""
 _COMPACT_FRACTION = 0.125
-"""Finished rows are removed when they exceed this share: to copy the other rows costs more than a few idle rows."""
+"""Finished rows are removed when they exceed this share: copying the other rows costs more than a few idle rows."""
 Item = TypeVar("Item")
 
 

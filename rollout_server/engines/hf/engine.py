@@ -50,7 +50,7 @@ Job = tuple[Callable[[], Any], Future[Any]]
 """A function to be called by the decode thread, and the place of its result."""
 _MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-"""Takes the JSON body of a request; returns the fields of the response beside `success` and `message`."""
+"""Takes the JSON body of a request; returns the fields of the response besides `success` and `message`."""
 
 
 class HFEngine:
@@ -122,8 +122,8 @@ class HFEngine:
     async def pause(self, *, keep_kv: bool) -> None:
         """Stop sampling until `resume` is called; return when no token is being sampled any more.
 
-        Running answers then continue: with `keep_kv` on the KV that they have, without it on KV that is recomputed with
-        the weights at that time.
+        Running answers then continue. With `keep_kv` they keep their KV; without it, it is recomputed with the weights
+        at that time.
         """
         with self._changed:
             self._paused = True
@@ -282,18 +282,18 @@ def _load(config: Config) -> PreTrainedModel:
 
 
 class ServedModel(Protocol):
-    """A model that samples, as its engine lets the endpoints stop it, replace its weights and score tokens with it."""
+    """A sampling model. The endpoints pause it, replace its weights, and score tokens with it."""
 
     model: PreTrainedModel
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Stop sampling until `resume`; without `keep_kv` running replies go on with KV that is computed anew."""
+        """Stop sampling until `resume`. Without `keep_kv` running replies continue on KV that is computed again."""
 
     def resume(self) -> None:
-        """Go on sampling."""
+        """Continue to sample."""
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the weights of `model` by `tensors` between two tokens; what is sampled after has `version`."""
+        """Replace the weights of `model` by `tensors` between two tokens. Tokens sampled after that have `version`."""
 
     async def erase_weights(self) -> None:
         """Fill the weights with NaN."""
@@ -310,8 +310,8 @@ class ServedModel(Protocol):
 class WeightEndpoints:
     """The hf engine's HTTP server for weight pushes. A refused request gets status 400 with the reason as `message`.
 
-    Only requests with the run's API key are answered (without network.keys there is none), and only those whose Host is
-    this server's address: with another, a web page has had a browser ask under a name of its own.
+    A request must have the run's API key (without network.keys there is none), and its Host must be this server's
+    address: another Host comes from a web page that makes a browser ask under the page's own name.
     """
 
     def __init__(
@@ -459,7 +459,7 @@ def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """Make the model use the memory of `tensors` as its weights. Running replies would have to wait for a copy."""
+    """Make the model use the memory of `tensors` as its weights. A copy would delay running replies."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():

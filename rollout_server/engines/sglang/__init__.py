@@ -1,4 +1,4 @@
-"""SGLang's server as a process of ours: launch, requests, pushes, and what it needs on a CPU.
-`engine.py` implements `Engine`, `admin.py` implements `ServerAdmin`.
+"""SGLang. `engine.py` implements `Engine`, `launch.py` starts the server, `admin.py` implements `ServerAdmin`.
+`server_changes.py` has this project's changes inside the server.
 base/seams/engines.py names it.
 """

@@ -26,7 +26,7 @@ _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 
 
 class StagingSGLangAdmin(SGLangAdmin):
-    """An SGLangAdmin that, with weight_sync.double_buffer, sends buckets beside generation and swaps in the pause."""
+    """An SGLangAdmin that, with weight_sync.double_buffer, sends buckets during generation and swaps in the pause."""
 
     def __init__(self, config: Config, url: str) -> None:
         super().__init__(config, url)
@@ -35,7 +35,7 @@ class StagingSGLangAdmin(SGLangAdmin):
         self._announcer: BucketAnnouncer | None = None
         self._is_first = True
         self._staged_version: int | None = None
-        """The version that the server holds beside the one in use; None: its last bucket is missing."""
+        """The version that the server has staged; None: its last bucket is missing."""
         self._in_session = False
 
     @property
@@ -67,7 +67,7 @@ class StagingSGLangAdmin(SGLangAdmin):
         self._is_first, self._staged_version = False, version
 
     def end_update(self) -> None:
-        """Swap the weights. If the last of them have not come, the push has failed: those in use stay."""
+        """Swap the weights. If the last bucket has not come, the push has failed, and the weights in use stay."""
         if not self._stages:
             super().end_update()
             return

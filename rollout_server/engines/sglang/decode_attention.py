@@ -1,4 +1,7 @@
-"""Attention of one new token per sequence in plain torch, for all sequences of a batch at once."""
+"""Attention of one new token per sequence in plain torch, for all sequences of a batch in one call.
+
+It is apart from server_changes.py because it needs no SGLang.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Weights that an SGLang server receives while it generates, and their swap for those in use, which needs a pause.
+"""Weights that an SGLang server receives while it generates, and their swap into use during a pause.
 
-SGLang's model loads them itself, into a copy of its tree of modules that has parameters of its own: names, fused layers
-and the parts of a tensor-parallel rank are as in every other update. `swap` is a custom weight loader of SGLang, its
+SGLang's model loads them itself, into a copy of its tree of modules with parameters of its own. So names, fused layers
+and the shards of a tensor-parallel rank are as in every other update. `swap` is a custom weight loader of SGLang, its
 public hook for code in the process that owns the model.
 
-The parameters of the copy are NaN before each push. What holds a NaN after it was not loaded and is not swapped, so the
-weights in use stay as they are there, as in an update without staging.
+The parameters of the copy are NaN before each push. A parameter with a NaN after it was not loaded and is not swapped,
+so the weight in use stays, as in an update without staging.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StagedWeights:
             self._loaded = [(used.data, staged.data) for used, staged in pairs if _is_loaded(staged)]
 
     def swap(self, model: Any) -> None:
-        """Copy the staged weights to where the model has its own: captured CUDA graphs hold those addresses.
+        """Copy the staged weights over the model's own: captured CUDA graphs use those addresses.
 
         Raises:
             ValueError: no complete push was staged since the last swap, or the model's weights have another layout.
@@ -68,7 +68,7 @@ _staged = StagedWeights()
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]], announced: Announcement) -> None:
-    """Load a part of a push beside the weights in use; see StagedWeights.load."""
+    """Load a part of a push into the staged weights; see StagedWeights.load."""
     _staged.load(model, named_tensors, announced)
 
 
@@ -81,7 +81,7 @@ def copy_of(model: nn.Module, place: str) -> nn.Module:
     """Return a tree of the same modules with parameters of their own, tied where the model's are.
 
     A stand-in with the same `named_parameters` is not enough: SGLang's `load_weights` goes through the submodules, and
-    what is not copied there would be written into the weights in use.
+    would write into the weights in use where a submodule is not copied.
 
     Args:
         place: device, the model's own, or host.

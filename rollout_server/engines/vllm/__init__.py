@@ -1,4 +1,4 @@
-"""vLLM's server as a process of ours, in an environment of its own: requests and pushes.
+"""vLLM, whose server runs in an environment of its own.
 `engine.py` implements `Engine`, `admin.py` implements `ServerAdmin`.
 base/seams/engines.py names it.
 """

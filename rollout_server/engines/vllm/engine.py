@@ -43,7 +43,7 @@ _RESERVED_TOKENS = 8
 _BLOCK_TOKENS = 32
 """The size of a KV block on CPUs, the smallest for which vLLM has a kernel: long blocks waste memory."""
 _MAX_RUNNING = 1024
-"""The largest number of replies that one server runs at once unless rollout.server_args says more."""
+"""The largest number of replies that one server runs simultaneously, unless rollout.server_args has max-num-seqs."""
 _SERVER_FOLDER = Path(__file__).parent / "server"
 _HINTS = (
     ("out of memory", "Lower rollout.gpu_memory_utilization."),
@@ -209,7 +209,7 @@ def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, s
 
 
 class VLLMEngine(HttpEngine):
-    """The `Engine` of rollout.engine=vllm: starts one vLLM server and has it reply the requests of its worker."""
+    """The `Engine` of rollout.engine=vllm: starts one vLLM server and sends it the requests of its worker."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "vLLM")
@@ -251,7 +251,7 @@ class VLLMEngine(HttpEngine):
 
 
 def kv_tokens_in(metrics: str) -> int:
-    """Return from the text of vLLM's /metrics for how many tokens its KV cache has room; 0 if it does not say that."""
+    """Return the size of vLLM's KV cache in tokens, from the text of its /metrics; 0 if that has no size."""
     found = _CACHE.search(metrics)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
     sizes = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
@@ -259,7 +259,7 @@ def kv_tokens_in(metrics: str) -> int:
 
 
 def group_replies(replies: list[OpenReply]) -> list[list[OpenReply]]:
-    """Return `replies` in lists, one for each request: all without a token share one, each other has one of its own."""
+    """Return one list of `replies` for each request: replies without a token share one, each other reply is alone."""
     new = [reply for reply in replies if not reply.tokens]
     return ([new] if new else []) + [[reply] for reply in replies if reply.tokens]
 

@@ -7,7 +7,7 @@
 The program of a case never contains what is expected. Its result comes out as text, or as values in JSON, and is
 compared outside. An assert is taken apart:
 
-    assert abs(f(3) - 0.5) < 1e-6        f(3) runs beside the answer, and its value comes out as JSON;
+    assert abs(f(3) - 0.5) < 1e-6        f(3) runs in the answer's process, its value comes out as JSON;
                                          abs(_0 - 0.5) < 1e-6 is evaluated outside, where nothing of the answer is
 
 Each part that `and`, `or` and `not` join must have one call of the answer's, and otherwise literals, comparisons,
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def is_cheatable(self) -> bool:
-        """Whether the answer can pass without being right, because the comparison runs beside it."""
+        """Whether a wrong answer can pass, because the comparison runs in its process."""
         return self.kind == "inside"
 
     def is_passed_by(self, output: str) -> bool:
@@ -250,7 +250,7 @@ def members(items: Iterable[Any] = ()) -> set[Any]:
 
 
 def without_tuples(value: Any) -> Any:
-    """Return a value with lists in place of tuples, as JSON has only lists."""
+    """Return a value with lists instead of tuples, as JSON has only lists."""
     if isinstance(value, list | tuple):
         return [without_tuples(each) for each in value]
     if isinstance(value, dict):
@@ -296,7 +296,7 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class TakenApart:
-    """Asserts, and the code that runs beside the answer for them."""
+    """Asserts, and the code that runs in the answer's process for them."""
 
     code: str
     """It has `KEEP(value)` for each value of the answer's in an assert, and no assert."""
@@ -362,7 +362,7 @@ class _Taking(ast.NodeTransformer):
         self.num_values = 0
 
     def replaced(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return what runs beside the answer in the place of a statement."""
+        """Return the statements that run in the answer's process for one statement of a test."""
         self._values = []
         if not isinstance(statement, ast.Assert):
             return [statement]

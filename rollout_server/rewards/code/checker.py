@@ -12,9 +12,9 @@ import re
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -30,7 +30,6 @@ from rollout_server.rewards.code.sandbox import (
     SERVICE_MARGIN_S,
     Bubblewrap,
     RunLimits,
-    RunProgram,
     SandboxDiedError,
     Service,
 )
@@ -98,21 +97,11 @@ class CodeSettings:
         return not self.command and self.languages[0] in ("python", "py", "python3", "py3", "")
 
 
-class Sandbox(Protocol):
-    """Runs programs: Bubblewrap, or a Service."""
-
-    def open(self, setup: str) -> AbstractContextManager[RunProgram]:
-        """Open a sandbox for one answer; a trusted program may run in it before."""
-
-    def check(self) -> None:
-        """Check that programs can run. ConfigError: they can't."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeChecker:
     """Scores the programs in answers in a sandbox."""
 
-    sandbox: Sandbox
+    sandbox: Bubblewrap | Service
     settings: CodeSettings
 
     def score(self, question: Question, response: str) -> RewardResult:
@@ -127,7 +116,8 @@ class CodeChecker:
         end_s = time.monotonic() + settings.answer_s
         passed, is_late = 0, False
         try:
-            with self.sandbox.open(self._setup(program, cases)) as run:
+            shared = imports((program, *(case.suffix for case in cases))) if settings.is_python else []
+            with self.sandbox.open("\n".join(shared)) as run:
                 for case in cases:
                     left_s = end_s - time.monotonic()
                     if left_s <= 0:
@@ -150,10 +140,6 @@ class CodeChecker:
         cheatable = sum(case.is_cheatable for case in cases) / len(cases)
         metrics = {"no_code": 0.0, "passed": passed / len(cases), "late": float(is_late), "cheatable": cheatable}
         return RewardResult(score, metrics, is_final=not is_late)  # on another day it may be fast enough
-
-    def _setup(self, program: str, cases: list[Case]) -> str:
-        """Return the imports that the runs of an answer share."""
-        return "\n".join(imports((program, *(case.suffix for case in cases)))) if self.settings.is_python else ""
 
 
 def imports(texts: Iterable[str]) -> list[str]:
@@ -209,7 +195,7 @@ async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Cal
     yield CodeChecker(sandbox=sandbox, settings=settings).score
 
 
-def sandbox_of(config: SandboxConfig, settings: CodeSettings) -> Sandbox:
+def sandbox_of(config: SandboxConfig, settings: CodeSettings) -> Bubblewrap | Service:
     """Return what runs programs, as task.sandbox says."""
     if config.url:
         return Service(url=config.url, language=settings.languages[0])
@@ -234,14 +220,9 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
     sandbox_of(config.task.sandbox, settings).check()
 
 
-def describe_code(config: Config, settings: CodeSettings) -> str:
-    """Return how programs are contained."""
-    return f"programs {config.task.sandbox}"
-
-
 CODE = Reward(
     open=open_code, settings=CodeSettings, is_function_of_input=True, inputs=lambda config: str(config.task.sandbox),
     modules=("rollout_server.rewards.code",), concurrency=max(2, usable_cores()),
-    check=check_code, describe=describe_code,
+    check=check_code, describe=lambda config, settings: f"programs {config.task.sandbox}",
 )
 """The reward `code`."""

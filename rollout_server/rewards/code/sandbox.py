@@ -1,9 +1,12 @@
-"""Runs programs of others in bubblewrap: no network, no files but libraries, limited resources, a deadline.
+"""Runs programs that a model wrote: in bubblewrap, or at a service that speaks SandboxFusion's API.
 
     with Bubblewrap().open(setup) as run:           one sandbox with one interpreter, for one answer
-        ended = run(program, stdin, RunLimits())    a process of its own for each test, forked in there
+        ended = run(program, stdin, RunLimits())    a new process for each test, forked in the sandbox
 
-The interpreter starts with the first run. If it dies, the run is tried once more in another one.
+In bubblewrap a program has no network, no files but libraries, limited resources, and a deadline. The interpreter
+starts with the first run. If it dies, the run is tried once more in another one.
+
+`Service` sends each run to https://github.com/bytedance/SandboxFusion.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from async_rl.base.errors import AsyncRLError, ConfigError
 
 START_TIMEOUT_S = 60.0
+"""How long a sandbox may take to start before its first run. A start within a run has only the time of the run."""
 MARGIN_S = 5.0
 """A reward's time limit must be so much longer than the limit of its runs."""
 CLOSE_S = 1.0
@@ -110,11 +114,8 @@ class SandboxDiedError(AsyncRLError):
     """A sandbox has not started or has died, also a second time."""
 
 
-class RunProgram(Protocol):
-    """Runs one program with an input; thread-safe only by one sandbox for each thread."""
-
-    def __call__(self, program: str, stdin: str = "", limits: RunLimits = ...) -> Ended:
-        """Raises SandboxDiedError."""
+RunProgram = Callable[..., Ended]
+"""(program, stdin="", limits=DEFAULT_LIMITS) -> Ended. Raises SandboxDiedError. One thread at a time may call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """The half of a weight push that runs in vLLM's workers: a backend of vLLM's own weight-transfer endpoints.
 
-vLLM imports the module of its worker extension in each worker before it makes the model and the transfer engine, so
-what is registered and replaced when this module is imported holds for the whole server.
+vLLM imports this module in each worker before it makes the model and the transfer engine. So the classes that it
+registers and replaces are used by the whole server.
 
-An update is received beside the running model. Nothing is loaded before its end: one that breaks off, lacks a tensor
-or brings one of a wrong shape changes nothing. This needs memory for a second copy of the weights during a push. With
-weight_sync.double_buffer a thread receives it, so the model goes on sampling until the update is loaded.
+Nothing of an update is loaded before its end. An update that breaks off, lacks a tensor or has one of a wrong shape
+changes nothing. This needs memory for a second copy of the weights during a push. With weight_sync.double_buffer a
+thread receives the update, so the model continues to sample until it is loaded.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
     defers_processing = True  # read by callers that load the weights themselves: they call `drain_pending` first
     _group: dist.ProcessGroup | None = None
     _thread: ThreadPoolExecutor | None = None
-    """Receives the parts that are staged, one after the other as they are broadcast; one for each group, as a thread
-    may hang in a group whose learner has died."""
+    """Receives staged parts in the order of their broadcasts. Each group has a new thread, because a thread may hang in
+    a group whose learner has died."""
     _rebuilder: Any = None
     """Makes whole weights of the parcels of compact pushes; None: there was none yet."""
 
@@ -108,7 +108,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         """Forget the parts received so far; nothing of them is loaded."""
         self._tensors: dict[str, Tensor] = {}
         self._staged: list[Future[dict[str, Tensor]]] = []
-        """The parts that are received beside generation."""
+        """The parts that are received during generation."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one part. vLLM's own method also waits for the whole device, and so for the parts that are staged

@@ -20,6 +20,9 @@ from rollout_server.episodes.user_code.time_limits import ForeignCode, OverdueEr
 
 MAX_THREADS = 32
 MAX_TASKS = 256
+IDLE_TIMEOUT_S = 300.0
+"""The longest wait for an idle child process of a reward. A reward function of the user's may call from more threads
+than there are children; timeouts.reward_s usually ends its wait earlier."""
 
 
 class _Call:

@@ -25,7 +25,7 @@ from typing import IO, Any, cast
 from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward
-from rollout_server.rewards.reward_calls import num_children
+from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
 
 Rule = Callable[[Question, str], float]
 """Takes the question and the text of a response without special tokens, returns the reward. Must be thread-safe."""
@@ -41,9 +41,6 @@ CHECK_TIMEOUT_S = 5.0
 """A child whose check takes longer ends itself."""
 ANSWER_TIMEOUT_S = 30.0
 """A child that does not reply within this time, including its start, is killed."""
-IDLE_TIMEOUT_S = 300.0
-"""The longest wait for an idle child. A reward function of the user's may call from more threads than there are
-children; timeouts.reward_s usually ends its wait earlier."""
 _MOST_DIGITS = 400
 """The most digits that a number with an exponent is written out with; the largest float has 309."""
 _WITH_EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d{1,3}")

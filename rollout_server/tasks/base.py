@@ -20,7 +20,6 @@ from async_rl.base.seams.extras import check_extra
 from async_rl.base.types import IntArray, Prompt
 from buffer.prompt_order import MAX_PROMPTS, PromptOrder
 from rollout_server.question import Question
-from rollout_server.rewards.rules import NUMBER_RULES, find_number
 from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
 
 
@@ -72,6 +71,8 @@ class Task(ABC):
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
         """Return whether the reward finds an answer, right or wrong, in the response; None if the rules can't tell."""
+        from rollout_server.rewards.rules import NUMBER_RULES, find_number
+
         numbers = [rule for rule in self.rules_of(prompt.question) if rule in NUMBER_RULES]
         return any(find_number(rule, response) for rule in numbers) if numbers else None
 

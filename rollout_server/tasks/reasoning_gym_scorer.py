@@ -26,7 +26,7 @@ from async_rl.base.errors import RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, Interpreter, RunLimits
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.rewards.rules import IDLE_TIMEOUT_S, num_children
+from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
 
 CPU_S, WALL_S = 5.0, 10.0
 """An answer whose score takes more processor time, or longer on a machine that has other work, is late, and wrong."""

@@ -23,7 +23,7 @@ from async_rl.base.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.code.sandbox import MARGIN_S
 from rollout_server.rewards.contract import Reward, RewardResult, Score
-from rollout_server.rewards.rules import num_children
+from rollout_server.rewards.reward_calls import num_children
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.reasoning_gym_scorer import WALL_S, ReasoningGymScorer
 

@@ -66,17 +66,17 @@ def is_elsewhere(url: str, home: str) -> bool:
     return not url.startswith((home, "data:", "blob:"))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("path", PATHS)
-def test_pages_load_without_an_error_and_fit_the_screen(page: Page, path: str, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 844})
+def test_pages_load_without_an_error_and_fit_the_screen(page: Page, path: str) -> None:
     page.goto(path)
     if path == f"{RUN}/":
         page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
         assert page.locator(".bk-Figure").count() == 7
     expect(page.locator(".live.on")).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.evaluate(OUTSIDE) == []
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 844})
+        page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
+        assert page.evaluate(OUTSIDE) == []
 
 
 def test_new_steps_groups_and_metrics_are_shown_on_an_open_page(page: Page, shown: tuple[Path, str]) -> None:

@@ -280,6 +280,7 @@ def test_a_dry_run_checks_the_cluster_that_training_would_join(
         explain(TWO_NODES, find_hosts(TWO_NODES))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["gsm8k_single_gpu", "gsm8k_two_node"])
 def test_a_gsm8k_config_passes_its_dry_run_without_a_cluster(
     name: str, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

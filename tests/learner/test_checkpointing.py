@@ -24,11 +24,9 @@ from async_rl.base.config import (
     TimeoutsConfig,
 )
 from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError
-from async_rl.base.messages.reports import EvaluationDue
 from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
 from learner.loop.checkpointing import Checkpointer
 from learner.loop.evaluations import EvalSchedule
-from learner.loop.learner import Learner
 from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
@@ -309,28 +307,6 @@ def until_it_raises(check: Callable[[], None]) -> None:
     while time.monotonic() < deadline_s:
         check()
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize(("every", "due"), [(2, [2, 4, 6]), (4, [4])])
-def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
-    open_run: OpenRun, tmp_path: Path, every: int, due: list[int]
-) -> None:
-    kept: dict[str, Any] = {
-        "checkpoint": {"every_steps": 2}, "weight_sync": {"verify": False},
-        "eval": {"every_steps": every, "pin_version": every == 2},
-    }
-
-    def asked(learner: Learner) -> list[int]:
-        found = []
-        for report in learner.run():
-            if isinstance(report, EvaluationDue):
-                found.append(report.version)
-                learner.evaluations.schedule.ended()
-        return found
-
-    assert asked(open_run(7, **kept)) == due
-    resumed = open_run(7, run={"resume": checkpoint_folder(tmp_path / "run", 4)}, **kept)
-    assert asked(resumed) == [version for version in due if version >= 4]
 
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_critic_has_its_gradients_before_the_policys_pass_if_that_can_be(
     assert seen and set(seen) == {is_first}
 
 
-@pytest.mark.parametrize("algorithm", FIRST)
+@pytest.mark.parametrize("algorithm", FIRST[::2])
 def test_the_order_changes_no_bit_of_an_update(
     algorithm: dict[str, Any], tiny_model_path: Path, one_rank: None
 ) -> None:

@@ -13,19 +13,18 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
+from async_rl.base.config import JudgePlacement, RolloutPlacement
 from async_rl.base.config.loading import load_config
 from async_rl.cli import main
-from async_rl.run.before_start.preflight import TASK
-from async_rl.tools.doctor.cluster import NodeReport, Probe, compare
+from async_rl.run.before_start.preflight import MODEL, TASK
+from async_rl.run.processes.resources import host_demands
+from async_rl.tools.doctor.cluster import NodeReport, Probe, compare, spare_nodes
 from async_rl.tools.doctor.host import Check, examine_config
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
-FACTS = {
-    "python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21",
-    "tokenizer": "t1", "model": "m1",
-}
-GOOD = NodeReport(checks=[Check("torch", "ok", "2.13.0"), Check("memory", "ok", "9 GiB")], facts=FACTS)
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21"}
+GOOD = NodeReport(checks=[Check("torch", "ok", "2.13.0"), Check("task", "ok", "rows.jsonl")], versions=VERSIONS)
 
 
 def broken(checks: Iterable[Check]) -> dict[str, Check]:
@@ -33,32 +32,35 @@ def broken(checks: Iterable[Check]) -> dict[str, Check]:
 
 
 def test_nodes_that_agree_pass() -> None:
-    checks = list(compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD}))
+    checks = list(compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD}, {}))
     assert not broken(checks)
     assert Check("10.0.0.2", "ok", "2 of 2 checks are ok") in checks
 
 
 def test_nodes_that_differ_are_listed_with_what_to_do() -> None:
     other = NodeReport(
-        checks=[Check("disk", "broken", "0.1 GiB free in /", "free some")],
-        facts=FACTS | {"torch": "2.12.1", "sglang": "none", "tokenizer": "t2", "model": ""}, sees_run_dir=False,
+        checks=[Check("task", "broken", "no such file", "copy it")],
+        versions=VERSIONS | {"torch": "2.12.1", "sglang": "none"},
     )
-    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": other}))
+    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": other}, {"task": 0}))
     assert found["torch everywhere"].found == "10.0.0.1 has 2.13.0; 10.0.0.2 has 2.12.1"
-    assert found["sglang everywhere"].found == "10.0.0.1 has 0.5.21; 10.0.0.2 has none"
-    assert found["10.0.0.2: disk"] == Check("10.0.0.2: disk", "broken", "0.1 GiB free in /", "free some")
-    assert set(found) == {
-        "torch everywhere", "sglang everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",
-        "10.0.0.2: disk",
-    }
+    assert found["10.0.0.2: task"] == Check("10.0.0.2: task", "broken", "no such file", "copy it")
+    assert set(found) == {"torch everywhere", "sglang everywhere", "10.0.0.2: task"}
 
 
-def test_as_many_nodes_as_serve_rollouts_need_not_share_the_runs_folder() -> None:
-    apart = NodeReport(facts=FACTS, sees_run_dir=False)
-    reports = {"10.0.0.1": GOOD, "10.0.0.2": apart}
-    (check,) = [check for check in compare(reports, unshared=1) if check.what == "run.dir everywhere"]
-    assert check.state == "warn" and "10.0.0.2" in check.found
-    assert "run.dir everywhere" in broken(compare(reports | {"10.0.0.3": apart}, unshared=1))
+def test_as_many_nodes_may_fail_a_check_as_have_no_process_that_needs_it() -> None:
+    without = NodeReport(checks=[Check(MODEL, "broken", "no such folder")], versions=VERSIONS)
+    checks = list(compare({"10.0.0.1": GOOD, "10.0.0.2": without}, {MODEL: 1}))
+    (check,) = [each for each in checks if each.what == f"10.0.0.2: {MODEL}"]
+    assert check.state == "warn" and "no such folder" in check.found
+    assert broken(compare({"10.0.0.1": without, "10.0.0.2": without}, {MODEL: 1}))
+
+
+def test_a_host_of_the_judge_alone_needs_only_the_judges_model() -> None:
+    placement = {"rollout": RolloutPlacement(nodes=2), "judge": JudgePlacement(servers=1)}
+    config = make_config(judge={"path": "judge"}, placement=placement)
+    spare = spare_nodes(config, host_demands(config), 3)
+    assert (spare[MODEL], spare[TASK], spare["judge.path"], spare["learner.optimizer"]) == (1, 2, 2, 2)
 
 
 def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Pa
 
 def test_a_node_that_cannot_answer_is_named() -> None:
     gone, bare = TimeoutError("no answer for 120 s"), ModuleNotFoundError("No module named 'async_rl'")
-    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": gone, "10.0.0.3": bare}))
+    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": gone, "10.0.0.3": bare}, {}))
     assert "no answer for 120 s" in found["10.0.0.2"].found and "'async_rl'" in found["10.0.0.3"].found
 
 
@@ -133,7 +135,6 @@ def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between
     for what in ("placement", "torch everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",
                  "ports"):
         assert table[what].startswith("ok"), table[what]
-    assert not list((config_file.parent / "runs").iterdir())  # nothing is left behind
 
 
 @pytest.mark.e2e

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -139,13 +138,6 @@ def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pyte
     monkeypatch.setattr(doctor.importlib, "import_module", load)
     check = doctor.check_package("torch")
     assert check.state == "broken" and check.found.endswith("libcudart.so.13: cannot open shared object file")
-
-
-def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
-
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
-    assert doctor.check_memory() == Check("memory", "warn", "1.0 GiB free", doctor.check_memory().mend)
 
 
 def test_the_table_shows_each_check_at_once_and_at_last_how_to_mend_the_bad_ones(

@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.base.config import Config, RolloutPlacement
 from async_rl.base.errors import ConfigError
-from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes import gpu_driver
 from async_rl.run.processes.actors import LearnerActor, RolloutActor
-from async_rl.run.processes.gpu_driver import check_gpu_driver, check_shared_gpus
-from async_rl.run.processes.resources import host_demands
-from tests.kit.configs import make_config
+from async_rl.run.processes.gpu_driver import check_gpu_driver
 from tests.kit.gpus import pretend_gpus
-from tests.kit.placements import TWO_PAIRS, placed_on
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3.0\n"
 
@@ -73,41 +68,7 @@ def test_a_cluster_host_where_torch_finds_no_gpu_is_named_before_anything_loads(
     assert (asyncio.run(rollout.gpu_bytes()), learner.gpu_bytes()) == (0, 0), "a host without GPUs runs on its CPU"
 
 
-def test_a_gpu_for_one_process_is_not_shared_unless_mps_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    pretend_gpus(monkeypatch, 2, modes=(0, 3))
-    assert gpu_driver.exclusive_gpus() == [1]
-    check_shared_gpus(1)
-    with pytest.raises(ConfigError, match=r"GPU 1 .*EXCLUSIVE_PROCESS"):
-        check_shared_gpus(2)
-    (tmp_path / "control").touch()
-    check_shared_gpus(2)
-    (tmp_path / "control").unlink()
-    pretend_gpus(monkeypatch, 2)
-    check_shared_gpus(2)
-
-
 def test_the_size_of_the_gpus_is_known_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     pretend_gpus(monkeypatch, 2, gpu_bytes=80)
     assert gpu_driver.smallest_gpu_bytes() == 80
-
-
-def test_gpus_of_other_programs_are_a_caution_unless_a_server_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_driver, "shares_in_use", lambda: [0.02, 0.93])
-    def cautions(config: Config) -> list[str]:
-        (placement,) = (each for each in input_checks(config) if each.what == "placement")
-        return list(placement.run() or ())
-
-    assert "GPU 1 (93%)" in cautions(placed_on())[0]
-    assert cautions(make_config(rollout={"engine": "sglang", "server_url": "http://127.0.0.1:1"})) == []
-
-
-@pytest.mark.parametrize(("asked", "gpus_there", "processes"), [
-    (placed_on(), 0, 0), (placed_on(), 2, 1), (placed_on(), 1, 2), (TWO_PAIRS, 2, 2),
-    (placed_on(rollout=RolloutPlacement(servers=2)), 1, 3), (placed_on(rollout=RolloutPlacement(tp=4)), 5, 1),
-])  # fmt: skip
-def test_the_processes_that_share_a_gpu_are_counted(asked: Config, gpus_there: int, processes: int) -> None:
-    assert max(demand.processes_per_gpu for demand in host_demands(asked, gpus_there)) == processes

@@ -135,6 +135,9 @@ def test_a_reward_that_takes_other_arguments_or_fails_in_its_trial_call_is_refus
     config = changed(config_with_reward(base, tmp_path, source), timeouts={"reward_s": 0.2})
     with pytest.raises(ConfigError, match=config.task.reward) as caught:
         check_inputs(config)
+    gold = changed(config, task={"reward": ""}, eval={"gold_reward": config.task.reward})
+    with pytest.raises(ConfigError, match=config.task.reward):
+        check_inputs(gold)
     assert "json.loads" not in source or f"{config.task.reward.partition(':')[0]}.py:2" in str(caught.value)
     assert "Event" not in source or "timeouts.reward_s = 0.2" in str(caught.value)
 
@@ -153,10 +156,7 @@ def test_train_shows_its_cautions_once_and_leaves_no_folder_if_nothing_begins(
     assert not list(Path(base.run.dir).iterdir())
 
 
-def test_what_may_not_be_meant_is_a_caution(
-    base: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+def test_what_may_not_be_meant_is_a_caution(base: Config, model: Path, tmp_path: Path) -> None:
     assert check_inputs(base) == []
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
@@ -164,7 +164,6 @@ def test_what_may_not_be_meant_is_a_caution(
     for named, cautious in (
         (str(folder), changed(base, model={"path": folder})),
         ("rollout.top_p", changed(base, rollout={"top_p": 0.9})),
-        ("placement", changed(base, placement={"learner": LearnerPlacement(ranks=8)})),  # with two cores
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(
             name="rollout_server.tasks.programs:Programs", reward="code", sandbox=sandbox

@@ -10,10 +10,10 @@ import torch
 
 
 def pretend_gpus(
-    patch: pytest.MonkeyPatch, count: int, gpu_bytes: int = 80 * 10**9, modes: tuple[int, ...] = ()
+    patch: pytest.MonkeyPatch, count: int, gpu_bytes: int = 80 * 10**9
 ) -> None:
-    """Let torch and the CUDA driver find `count` GPUs of `gpu_bytes`, with these compute modes."""
-    driver = CudaDriver(gpu_bytes, modes or (0,) * count)
+    """Let torch and the CUDA driver find `count` GPUs of `gpu_bytes`."""
+    driver = CudaDriver(gpu_bytes, count)
     patch.setattr(torch.cuda, "device_count", lambda: count)
     patch.setattr(ctypes, "CDLL", lambda name: driver)
 
@@ -21,23 +21,18 @@ def pretend_gpus(
 class CudaDriver:
     """The part of libcuda that is asked about GPUs without a context."""
 
-    def __init__(self, gpu_bytes: int, modes: tuple[int, ...]) -> None:
-        self._gpu_bytes, self._modes = gpu_bytes, modes
+    def __init__(self, gpu_bytes: int, num_gpus: int) -> None:
+        self._gpu_bytes, self._num_gpus = gpu_bytes, num_gpus
 
     def cuInit(self, flags: int) -> int:
         return 0
 
     def cuDeviceGetCount(self, count: Any) -> int:
-        count._obj.value = len(self._modes)
+        count._obj.value = self._num_gpus
         return 0
 
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
         device._obj.value = ordinal
-        return 0
-
-    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
-        assert attribute == 20
-        value._obj.value = self._modes[device.value]
         return 0
 
     def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:

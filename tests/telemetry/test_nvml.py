@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.telemetry import nvml
-from async_rl.base.telemetry.nvml import GpuSampler, shares_in_use
-from async_rl.run.processes.gpu_driver import taken_gpus
+from async_rl.base.telemetry.nvml import GpuSampler
 
 SLOW, FAST = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
 BY_PCI_BUS = [SLOW, FAST]
@@ -102,17 +101,6 @@ def test_a_sample_is_the_mean_over_the_gpus_that_cuda_shows(
     assert sample.value == pytest.approx(expected)
     assert sampler.drain() == ()
     sampler.close()
-
-
-@pytest.mark.usefixtures("gpus")
-def test_the_memory_in_use_is_that_of_the_gpus_that_cuda_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shares_in_use() == [0.1, 0.8]
-    (caution,) = taken_gpus()
-    assert "GPU 1 (80%)" in caution
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert (shares_in_use(), taken_gpus()) == ([0.1], [])
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert (shares_in_use(), taken_gpus()) == ([], [])
 
 
 @pytest.mark.usefixtures("gpus")

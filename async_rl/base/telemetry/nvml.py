@@ -1,6 +1,6 @@
-"""Memory and utilisation of the GPUs that CUDA shows to this process, by NVIDIA's management library (NVML).
+"""Utilisation of the GPUs that CUDA shows to this process, by NVIDIA's management library (NVML).
 
-Samples of utilisation are independent of the timeline's. NVML reports the share of time when any kernel ran, which does
+Samples are independent of the timeline's. NVML reports the share of time when any kernel ran, which does
 not say how much of the GPU the kernel used.
 """
 
@@ -52,20 +52,6 @@ class GpuSampler:
         percent = [self._nvml.nvmlDeviceGetUtilizationRates(device).gpu for device in self._devices]
         with self._lock:
             self._samples.append(Sample(self._pool, "gpu", time.monotonic(), sum(percent) / len(percent) / 100))
-
-
-def shares_in_use() -> list[float]:
-    """Return the share of its memory that is in use on each GPU, by any process, in CUDA's order; [] if NVML says none.
-    """
-    nvml, devices = _open_devices()
-    shares = []
-    for device in devices:
-        try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(device)
-        except nvml.NVMLError:
-            return []
-        shares.append(memory.used / memory.total)
-    return shares
 
 
 def _open_devices() -> tuple[Any, list[Any]]:

@@ -19,7 +19,6 @@ from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.config.unused import unused_settings
-from async_rl.base.cores import usable_cores
 from async_rl.base.errors import ConfigError, RewardError
 from async_rl.base.models_and_data.hub import check_login
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
@@ -40,9 +39,10 @@ from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.lookup import import_object
 from async_rl.run.before_start.memory import check_memory
 from async_rl.run.processes.addresses import check_addresses
-from async_rl.run.processes.gpu_driver import check_gpu_driver, check_shared_gpus, taken_gpus
+from async_rl.run.processes.gpu_driver import check_gpu_driver
 from async_rl.run.processes.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
 from async_rl.run.processes.resources import host_demands
+from buffer.protocol.keys import check_keys
 
 if TYPE_CHECKING:
     from async_rl.base.seams import EngineEntry
@@ -63,8 +63,8 @@ class PreflightCheck:
     """Makes the check; raises ConfigError if it fails. Returns cautions: what works but may not be meant."""
     needs: tuple[str, ...] = ()
     """`what` of the checks that must succeed before this one can be made."""
-    everywhere: bool = False
-    """Whether the check must succeed on every host of a run, not only on the driver's."""
+    pools: tuple[str, ...] = ()
+    """The pools whose hosts must pass it, e.g. ("rollout", "eval"). (): only the driver's host makes it."""
 
 
 def task_of(config: Config) -> Callable[[], Task]:
@@ -109,21 +109,20 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     model, host = config.model.path, config.network.host
     has_questions = bool(config.task.path or config.task.name)
     task = task or task_of(config)
+    servers, policy = ("rollout", "eval"), ("rollout", "eval", "learner")
     checks: list[PreflightCheck] = []
 
-    def add(what: str, value: str, run: Callable[[], Any], *needs: str, everywhere: bool = False) -> None:
-        checks.append(PreflightCheck(what, value, run, needs, everywhere))
+    def add(what: str, value: str, run: Callable[[], Any], *needs: str, pools: tuple[str, ...] = ()) -> None:
+        checks.append(PreflightCheck(what, value, run, needs, pools))
 
-    add(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)
+    add(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), pools=policy)
     add("settings without effect", "none", lambda: unused_settings(config))
     for name, entry in config.engine_entries.items():
         if not config.rollout.server_url:
-            server = config.server_names[config.engines.index(name)]
-            settings = resolve(config, engine_of(config, server))
-            add("rollout.engine", name, partial(check_model, settings), MODEL, everywhere=True)
-        admin = partial(_check_admin, name, entry, config.weight_sync.verify)
-        add("how the learner updates servers", name, admin)
-    add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), everywhere=True)
+            settings = resolve(config, engine_of(config, config.server_names[config.engines.index(name)]))
+            add("rollout.engine", name, partial(check_model, settings), MODEL, pools=servers)
+        add("how the learner updates servers", name, partial(_check_admin, name, entry, config.weight_sync.verify))
+    add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), pools=("learner",))
     if pushed := config.checkpoint.push_to_hub:
         add("checkpoint.push_to_hub", pushed, lambda: check_login(config))
     if best := config.checkpoint.keep_best:
@@ -132,16 +131,16 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     for key, path in roles.items():
         add(key, path, partial(check_role_folder, key, path))
     if judge := config.judge.path:
-        add("judge.path", judge, lambda: _check_judge(config), everywhere=True)
+        add("judge.path", judge, lambda: _check_judge(config), pools=("judge",))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         add("network.host", host, lambda: check_addresses(config))
     if config.network.ports:
         add("network.ports", config.network.ports, lambda: check_ports(config))
     if runs_here(config):
-        add("placement", _processes(config), lambda: _check_placement(config))
+        add("placement", f"{config.placement.processes_per_node} processes", lambda: _check_placement(config))
         add("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config))
         if keys := config.network.keys:
-            add("network.keys", keys, lambda: _check_keys(keys))
+            add("network.keys", keys, lambda: check_keys(keys))
     # Another host may have packages for attention that this one lacks; every model has eager attention.
     attention = config.model.attn_implementation if runs_here(config) else "eager"
     for key, path in {"model.path": model, **roles}.items():
@@ -157,50 +156,31 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         add("rollout.top_p", f"{top_p}", lambda: [caution])
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
-        add("episodes", played, lambda: _check_episodes(config), MODEL, everywhere=True)
+        add("episodes", played, lambda: _check_episodes(config), MODEL, pools=servers)
     if text := config.task.pretrain_path:
-        add("task.pretrain_path", text, lambda: _check_pretraining(config), MODEL, everywhere=True)
+        add("task.pretrain_path", text, lambda: _check_pretraining(config), MODEL, pools=("learner",))
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
-    add(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True)
-    add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, everywhere=True)
+    add(TASK, source, lambda: _check_task(task(), has_questions), MODEL, pools=servers)
+    add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, pools=servers)
     return checks
 
 
-def _processes(config: Config) -> str:
-    placement = config.placement
-    servers = (f"{len(config.server_names)} server(s)", f"{placement.judge.servers} judge server(s)")
-    return ", ".join([f"{placement.learner.ranks} learner rank(s)", *servers[: 1 + bool(placement.judge.servers)]])
+def _check_loading(key: str, path: str, config: Config, attention: str) -> None:
+    """Load the model in `path`, the value of `key`, without its weights, and check what the learner does with it.
 
-
-def _check_keys(folder: str) -> None:
-    from buffer.protocol.keys import check_keys
-
-    check_keys(folder)
-
-
-def _check_loading(key: str, path: str, config: Config, attention: str) -> list[str]:
-    """Check that the model in `path`, the value of `key`, is not quantised, loads with its attention, is of a kind that
-    the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen weights
-    (policy), reads the policy's rows (the others), and can be split (all but reward encoders).
-
-    Returns a caution if a reward model that reads text may get rows that are longer than its positions.
+    All must not be quantised. Policy and reference must be of a kind that the learner can train. The policy must have
+    the names of its weight files (else a push would miss some), and take adapters and frozen weights. The others must
+    read the policy's rows. With learner.sequence_parallel all but reward encoders must be of a kind that can be split.
     """
-    from async_rl.base.models_and_data.model_loading import check_reads_rows, load_without_weights, usable_positions
+    from async_rl.base.models_and_data.model_loading import check_reads_rows, load_without_weights
 
     check_unquantised(path, key)
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
     settings, slices = config.model, config.learner.sequence_parallel
     model = load_without_weights(key, path, attention)
-    cautions = []
-    if key == "reward_model.path" and _reads_text(config):
-        positions, longest = usable_positions(model), config.longest_tokens
-        if positions and positions < longest:
-            cautions.append(
-                f"{key}: the model has {positions} positions, and an answer with more tokens of its own tokenizer, "
-                f"prompt included, ends the run. In the policy's tokens they may be {longest}."
-            )
-    elif key != "model.path":
+    reads_text = key == "reward_model.path" and _reads_text(config)  # in tokens of its own
+    if key != "model.path" and not reads_text:
         check_reads_rows(model, key, path, config)
     if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
         from learner.models.sequence import check_splittable
@@ -222,7 +202,6 @@ def _check_loading(key: str, path: str, config: Config, attention: str) -> list[
         from learner.models.frozen import freeze
 
         freeze(model, settings.frozen)
-    return cautions
 
 
 def _reads_text(config: Config) -> bool:
@@ -291,16 +270,20 @@ def _check_pretraining(config: Config) -> None:
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:
-    """Check the rewards and the gold reward; returns a caution for each that runs programs without containment."""
+    """Open the rewards and the gold reward, and try those of the user.
+
+    Returns a caution for each that runs programs without containment.
+    """
     from rollout_server.rewards.base import open_gold_reward, open_rewards
 
-    rewards = (*open_rewards(config, task), *open_gold_reward(config, task))
-    for key, each in zip(config.task.named_rewards, rewards, strict=False):
-        if ":" in key.reward:
-            _try_reward(each, key.reward, task)
+    rewards, gold = open_rewards(config, task), open_gold_reward(config, task)
+    names = [*(each.reward for each in config.task.named_rewards[: len(rewards)]), config.eval.gold_reward]
+    for name, each in zip(names, (*rewards, *gold), strict=False):
+        if ":" in name:
+            _try_reward(each, name, task)
     if config.task.sandbox.kind != "none":
         return []
-    return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
+    return [f"task.sandbox: the reward {each.name}: {each.about}." for each in (*rewards, *gold) if each.about]
 
 
 def _try_reward(named: NamedReward, name: str, task: Task) -> None:
@@ -335,7 +318,7 @@ def _check_judge(config: Config) -> list[str]:
     return check_model_folder(judge.path, key="judge.path")
 
 
-def _check_placement(config: Config) -> list[str]:
+def _check_placement(config: Config) -> None:
     check_gpu_driver()
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
     wanted = learner.ranks + len(config.server_names) * rollout.tp
@@ -344,18 +327,7 @@ def _check_placement(config: Config) -> list[str]:
         f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
-    check_shared_gpus(max(demand.processes_per_gpu for demand in host_demands(config, gpus)))
     explain(config, find_hosts(config))
-    cautions = [] if config.rollout.server_url else taken_gpus()  # a server that runs has its memory
-    processes, cores = config.placement.processes_per_node, usable_cores()
-    if processes <= cores or config.placement.pin_cpus:
-        return cautions
-    return [
-        *cautions,
-        f"placement: {processes} learner ranks and servers share {cores} cores, so they take turns, and the start may "
-        "take longer than timeouts.startup_s. Lower placement.learner.ranks, placement.rollout.servers, "
-        "placement.eval.servers or placement.judge.servers."
-    ]
 
 
 def _check_transport(config: Config) -> None:

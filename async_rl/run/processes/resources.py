@@ -46,12 +46,6 @@ class HostDemand:
     def cpus(self) -> int:
         return len(self.gpus_of) - ("buffer" in self.gpus_of)
 
-    @property
-    def processes_per_gpu(self) -> int:
-        """The largest number of processes that share a GPU; 0 if none has one."""
-        parts = [round(1 / gpus) for gpus in self.gpus_of.values() if gpus]
-        return min(max(parts, default=0), sum(gpus > 0 for gpus in self.gpus_of.values()))
-
     def fits(self, host: Host) -> bool:
         return (
             self.gpus <= host.gpus and self.cpus <= host.cpus and (not self.resource or self.resource in host.resources)

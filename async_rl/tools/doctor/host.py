@@ -13,29 +13,23 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from async_rl.base.config import Config
-from async_rl.base.cores import usable_cores
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import NotInCacheError, data_files, located, model_folder, pinned
 from async_rl.base.models_and_data.hub_names import hub_repos
-from async_rl.base.run_dir.free_space import RUN_BYTES, existing_parent
 from async_rl.base.seams import ENGINES, EngineEntry
 from async_rl.base.seams.doc_pages import doc_page
-from async_rl.run.before_start.preflight import PreflightCheck, input_checks
+from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes.gpu_driver import check_gpu_driver
 from rollout_server.rewards.code.sandbox import THREE_WAYS, Bubblewrap
 
-MIN_FREE_MEMORY_BYTES = 4 * 2**30
-MIN_SHARED_MEMORY_BYTES = 256 * 2**20
 IMPORT_TIMEOUT_S = 180
 _WHAT_WIDTH = 25
 """Characters of the first column, which fit the longest name of a check of this machine."""
@@ -61,10 +55,10 @@ class Check:
 
 
 def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
-    """Make all checks of this machine, and of `config` where one is given; yields each as soon as it is made.
+    """Check this machine, and `config` if one is given; yields each result as soon as it is known.
 
     Args:
-        is_driver: whether this host starts the run. Other hosts get only the checks that every host must pass.
+        is_driver: whether this host starts the run. Another host gets only the checks that some pool's hosts must pass.
     """
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
@@ -74,17 +68,13 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
         if entry.python and (used or Path(entry.server_python("")).exists()):
             yield check_environment(name, entry, config)
     yield check_gpu(used.values())
-    yield from (check_memory(), _shared_memory(), _cores(), _sandbox())
+    yield _sandbox()
     if config:
         yield from examine_config(config, is_driver)
-        return
-    parent = existing_parent(Path("runs"))
-    mend = "free some, or set run.dir to another disk"
-    yield _enough("disk", shutil.disk_usage(parent).free, RUN_BYTES, f" in {parent}", "broken", mend)
 
 
 def print_table(checks: Iterable[Check]) -> bool:
-    """Print each check as a line on stdout as soon as it is made, then for each that is not ok how to mend it.
+    """Print each check as a line on stdout as soon as it is made, then the advice for each that is not ok.
 
     Returns:
         Whether no check is broken.
@@ -101,7 +91,7 @@ def print_table(checks: Iterable[Check]) -> bool:
 
 
 def check_package(name: str) -> Check:
-    """Import a package and return the check that this works: an installed package may still not load."""
+    """Import a package. An installed package may still not load."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -110,9 +100,9 @@ def check_package(name: str) -> Check:
 
 
 def check_sglang(engines: Collection[EngineEntry]) -> Check:
-    """Return the check that SGLang can be imported, if one of `engines` uses it or there is no config (no engines).
+    """Import SGLang if one of `engines` uses it, or if there is no config (no engines).
 
-    The import is tried in a separate process, because it needs stubs of packages, which must not stay in this one.
+    A process of its own does this: the import needs stubs of packages, which must not stay in this process.
     """
     is_used = any("sglang" in engine.packages for engine in engines)
     needed: Literal["warn", "broken"] = "broken" if is_used else "warn"
@@ -130,8 +120,7 @@ def check_sglang(engines: Collection[EngineEntry]) -> Check:
 
 
 def check_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
-    """Return the check that an engine's package can be imported in the environment that its servers have of their own.
-    """
+    """Import an engine's package in the environment that only its servers use, as for vLLM."""
     python, package = entry.server_python(config.rollout.python if config else ""), entry.packages[0]
     found, error = _run_python([python, "-I", "-c", f"import {package}; print({package}.__version__)"])
     mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}"
@@ -154,25 +143,24 @@ def _run_python(command: list[str]) -> tuple[str, str]:
 
 
 def check_gpu(engines: Collection[EngineEntry]) -> Check:
-    """Return the check that torch finds the host's GPUs, and that the tools to build SGLang's kernels exist."""
+    """Check that torch finds the host's GPUs, and that the tools that build SGLang's kernels are there."""
     try:
         import torch
 
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    except Exception as error:
-        return Check("GPU", "warn", f"torch can't list the GPUs: {_first_line(error)}", REINSTALL)
-    if names:
-        found = f"{len(names)} x {names[0]}"
-        uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
-        if uses_sglang and (missing := _missing_gpu_tools()):
-            return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
-        return Check("GPU", "ok", found)
-    try:
-        check_gpu_driver()
+        if not names:
+            check_gpu_driver()
+            return Check("GPU", "ok", "none: everything runs on the CPU")
     except ConfigError as error:
         found, mend = str(error).split(". ", 1)
         return Check("GPU", "broken", found, mend)
-    return Check("GPU", "ok", "none: everything runs on the CPU")
+    except Exception as error:
+        return Check("GPU", "warn", f"torch can't list the GPUs: {_first_line(error)}", REINSTALL)
+    found = f"{len(names)} x {names[0]}"
+    uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
+    if uses_sglang and (missing := _missing_gpu_tools()):
+        return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+    return Check("GPU", "ok", found)
 
 
 def _missing_gpu_tools() -> list[str]:
@@ -188,8 +176,7 @@ def _missing_gpu_tools() -> list[str]:
     if nvcc := shutil.which("nvcc", path=f"{home}/bin" if home else path):  # the one that SGLang takes
         said = ""
         with suppress(OSError, subprocess.TimeoutExpired):  # it can't be run, or hangs
-            done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
-            said = done.stdout
+            said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S).stdout
         found = re.search(r"release (\d+)", said)
         if found is None or found[1] != wanted:
             missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1] if found else 'an unknown version'})")
@@ -202,60 +189,8 @@ def _missing_gpu_tools() -> list[str]:
     return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
 
 
-def check_memory() -> Check:
-    mend = "end other programs: even the quickstart wants about 4 GiB"
-    return _enough("memory", psutil.virtual_memory().available, MIN_FREE_MEMORY_BYTES, "", "warn", mend)
-
-
-def _shared_memory() -> Check:
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return Check("shared memory", "warn", "no /dev/shm: Ray uses /tmp, which is slower")
-    free_bytes, mend = shutil.disk_usage(folder).free, "in a container: docker run --shm-size=1g"
-    return _enough("shared memory", free_bytes, MIN_SHARED_MEMORY_BYTES, f" in {folder}", "warn", mend)
-
-
-def _enough(
-    what: str, free_bytes: int, needed_bytes: int, where: str, otherwise: Literal["warn", "broken"], mend: str
-) -> Check:
-    """Return the check `what` of free memory or disk: ok if `needed_bytes` are free, else in state `otherwise`."""
-    state = "ok" if free_bytes >= needed_bytes else otherwise
-    return Check(what, state, f"{free_bytes / 2**30:.1f} GiB free{where}", mend)
-
-
-def _cores() -> Check:
-    cores, mend = usable_cores(), "give it 2 or more: learner and rollout share them"
-    return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
-
-
-def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
-    """Yield the checks of a configuration. Its files are checked only if all that it names on the hub is in the
-    cache."""
-    try:
-        config = pinned(config)
-    except ConfigError as error:
-        yield Check("hub", "broken", str(error))
-        return
-    for repo in hub_repos(config):
-        try:
-            data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
-        except NotInCacheError:
-            found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
-            yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
-            return
-        except ConfigError as error:
-            yield Check(repo.key, "broken", str(error))
-            return
-        yield Check(repo.key, "ok", repo.name)
-    inputs = input_checks(located(config))
-    if is_driver:
-        yield from _examine_inputs(inputs)
-    else:
-        yield from _examine_inputs([each for each in inputs if each.everywhere])
-
-
 def _sandbox() -> Check:
-    """Return the check that bubblewrap can contain programs, as `code` and some scorers of reasoning_gym need it."""
+    """Check that bubblewrap can contain programs, as `code` and some scorers of reasoning_gym need it."""
     try:
         Bubblewrap().check()
     except ConfigError as error:
@@ -263,13 +198,28 @@ def _sandbox() -> Check:
     return Check("sandbox", "ok", "programs in answers are contained by bubblewrap")
 
 
-def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
-    """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
+def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
+    """Yield the checks that a run makes of its configuration before it starts.
 
+    Nothing is downloaded: if the hub's cache lacks a model or data set that the config names, no file is checked.
     A check that needs others is skipped, with a warning, if one of these is not ok.
     """
+    try:
+        config = pinned(config)
+        for repo in hub_repos(config):
+            data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
+            yield Check(repo.key, "ok", repo.name)
+    except NotInCacheError:
+        found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
+        yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
+        return
+    except ConfigError as error:
+        yield Check("hub", "broken", str(error))
+        return
     passed = set()
-    for each in inputs:
+    for each in input_checks(located(config)):
+        if not is_driver and not each.pools:
+            continue
         if lacking := [what for what in each.needs if what not in passed]:
             yield Check(each.what, "warn", f"not checked: that needs the {lacking[0]}")
             continue

@@ -25,8 +25,7 @@ from async_rl.base.models_and_data.hub_names import find_model
 from async_rl.base.run_dir.checkpoints import find_checkpoint, run_dir_of, run_dir_of_model
 from async_rl.base.run_dir.resuming import config_file
 from async_rl.base.run_dir.run_dir import find_run, is_complete
-from async_rl.run.processes.run_control import RunControl
-from async_rl.run.processes.signals import StopSignals
+from async_rl.run.processes.signals import RunControl, StopSignals
 
 SIGNALS_EVERY_S = 1.0
 """How often a wait for the next step wakes, because Python may miss a signal that comes just before it waits."""

@@ -283,7 +283,6 @@ def _train(args: argparse.Namespace) -> int:
         from async_rl.api import config_to_start, nothing_left
         from async_rl.base.telemetry.summary_table import format_summary
         from async_rl.pipeline import run
-        from async_rl.run.before_start.dry_run import dry_run
 
         signals.check()
         config, complete_dir = config_to_start(args.config, args.overrides, args.resume)
@@ -295,6 +294,8 @@ def _train(args: argparse.Namespace) -> int:
         if args.view:
             from async_rl.tools.view.command import shown as beside
         if args.dry_run:
+            from async_rl.run.before_start.dry_run import dry_run
+
             text = dry_run(config, signals.check, args.gpu_gb)
             signals.check()
         else:

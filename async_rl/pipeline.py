@@ -58,8 +58,7 @@ from async_rl.run.before_start.preflight import check_inputs, check_names
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.placement import Reservation, decide_placement, reserve, runs_here, servers_per_gpu
 from async_rl.run.processes.ray_start import open_ray, ray_messages_in
-from async_rl.run.processes.run_control import RunControl
-from async_rl.run.processes.signals import StopSignals
+from async_rl.run.processes.signals import RunControl, StopSignals
 from buffer.protocol.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def train_once(
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.run.processes.actor_group import ActorGroup
-        from async_rl.run.processes.entering import Origin
+        from async_rl.run.processes.actors import Origin
         from async_rl.run.processes.supervisor import Supervisor
 
         reservation = reserve(config, signals)
@@ -201,8 +200,7 @@ def start_processes(
     Returns:
         The buffer's address, and {name: address} of the judge's servers.
     """
-    from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads, server_class
-    from async_rl.run.processes.judges import JudgeActor
+    from async_rl.run.processes.actors import BufferActor, JudgeActor, LearnerActor, learner_threads, server_class
 
     limit = config.timeouts.limit("startup_s")
     placement, engines = config.placement, ", ".join(config.engine_entries)

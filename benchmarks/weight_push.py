@@ -43,7 +43,7 @@ from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.weights import open_publisher
 from async_rl.base.weights.transport import serving_dtype
-from async_rl.run.processes.entering import use_huge_pages
+from async_rl.run.processes.actors import use_huge_pages
 from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.page import machine_text, write_page

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.base import network
 from async_rl.base.config import Config, ModelConfig, RunConfig, TaskConfig
-from async_rl.run.processes.entering import Origin, enter
+from async_rl.run.processes.actors import Origin, enter
 
 NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 

@@ -11,8 +11,7 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError
 from async_rl.run.processes.actors import share_of_cores
-from async_rl.run.processes.placement import servers_per_gpu
-from async_rl.run.processes.resources import host_demands
+from async_rl.run.processes.placement import host_demands, servers_per_gpu
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x", "eval.every_steps=5")
 

@@ -8,7 +8,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.preflight import input_checks
-from async_rl.run.processes.resources import host_demands
+from async_rl.run.processes.placement import host_demands
 from rollout_server.engines.sglang.launch import chat_server_flags
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")

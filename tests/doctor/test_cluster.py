@@ -17,7 +17,7 @@ from async_rl.base.config import JudgePlacement, RolloutPlacement
 from async_rl.base.config.loading import load_config
 from async_rl.cli import main
 from async_rl.run.before_start.preflight import MODEL, TASK
-from async_rl.run.processes.resources import host_demands
+from async_rl.run.processes.placement import host_demands
 from async_rl.tools.doctor.cluster import NodeReport, Probe, compare, spare_nodes
 from async_rl.tools.doctor.host import Check, examine_config
 from tests.kit.configs import make_config

@@ -27,8 +27,7 @@ from async_rl.base.errors import (
     WaitTimeoutError,
 )
 from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.actors import BufferActor
-from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.actors import BufferActor, Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.ray_start import ray_messages_in
 from async_rl.run.processes.signals import StopSignals
@@ -194,7 +193,7 @@ from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.signals import StopSignals
 from async_rl.base.config import Limit
 from async_rl.base.errors import ProcessKilledError
-from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.actors import Origin
 from tests.kit.configs import make_config
 from tests.kit.fake_actors import FakeReservation
 

@@ -12,9 +12,13 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.preflight import input_checks
-from async_rl.run.processes.addresses import check_addresses, check_server_reaches_learner
-from async_rl.run.processes.placement import Reservation, decide_placement
-from async_rl.run.processes.resources import host_demands
+from async_rl.run.processes.placement import (
+    Reservation,
+    check_addresses,
+    check_server_reaches_learner,
+    decide_placement,
+    host_demands,
+)
 from tests.kit.configs import make_config
 
 

@@ -15,10 +15,8 @@ from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.pipeline import check_cluster_memory
 from async_rl.run.before_start.dry_run import dry_run
-from async_rl.run.processes.actors import LearnerActor
-from async_rl.run.processes.entering import Origin
-from async_rl.run.processes.placement import Reservation, decide_placement
-from async_rl.run.processes.resources import Host, host_demands
+from async_rl.run.processes.actors import LearnerActor, Origin
+from async_rl.run.processes.placement import Host, Reservation, decide_placement, host_demands
 from learner.memory.plan import GIB
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config

@@ -16,9 +16,8 @@ from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, Re
 from async_rl.base.telemetry.status import Status
 from async_rl.run.processes import actor_group, placement
 from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.entering import Origin
-from async_rl.run.processes.placement import Reservation
-from async_rl.run.processes.resources import Host, HostDemand
+from async_rl.run.processes.actors import Origin
+from async_rl.run.processes.placement import Host, HostDemand, Reservation
 from async_rl.run.processes.signals import StopSignals
 from tests.kit.configs import make_config
 from tests.kit.placements import TWO_NODES

@@ -22,8 +22,18 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.network import api_key, authorization, interface_of
 from async_rl.cli import main
 from async_rl.run.before_start.dry_run import dry_run
-from async_rl.run.processes.placement import Reservation, decide_placement, explain, find_hosts, ray_bundles, reserve
-from async_rl.run.processes.resources import Host, HostDemand, assign, host_demands
+from async_rl.run.processes.placement import (
+    Host,
+    HostDemand,
+    Reservation,
+    assign,
+    decide_placement,
+    explain,
+    find_hosts,
+    host_demands,
+    ray_bundles,
+    reserve,
+)
 from async_rl.run.processes.signals import StopSignals
 from buffer.protocol.keys import new_keys
 from tests.kit.configs import changed

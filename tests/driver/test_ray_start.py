@@ -12,8 +12,8 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 from async_rl.base.errors import ConfigError, WaitTimeoutError
+from async_rl.run.processes.placement import Host, assign, host_demands
 from async_rl.run.processes.ray_start import NoClusterError, open_ray
-from async_rl.run.processes.resources import Host, assign, host_demands
 from tests.kit.configs import make_config
 from tests.kit.placements import TWO_NODES, placed_on
 

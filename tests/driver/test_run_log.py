@@ -16,8 +16,7 @@ from async_rl.base.telemetry.figures import Figures
 from async_rl.base.telemetry.metrics import Metric, read_metrics, reduce_metrics
 from async_rl.base.telemetry.timeline import Sample, Span, State, Usage
 from async_rl.run.log import run_log, run_timeline
-from async_rl.run.log.run_log import RunLog
-from async_rl.run.log.run_results import RunResults
+from async_rl.run.log.run_log import RunLog, RunResults
 from async_rl.run.log.run_timeline import RunTimeline
 from tests.kit.configs import make_config
 from tests.kit.runs import logged

@@ -10,8 +10,7 @@ from async_rl.base.config import Config, LearnerPlacement, RolloutPlacement
 from async_rl.base.config.resolve import resolve
 from async_rl.pipeline import start_processes
 from async_rl.run.processes import actors
-from async_rl.run.processes.placement import Reservation, decide_placement, servers_per_gpu
-from async_rl.run.processes.resources import HostDemand, host_demands
+from async_rl.run.processes.placement import HostDemand, Reservation, decide_placement, host_demands, servers_per_gpu
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
 TWO_SERVERS = placed_on(rollout=RolloutPlacement(servers=2))

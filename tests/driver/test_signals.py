@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl import pipeline
-from async_rl.run.processes.run_control import RunControl
-from async_rl.run.processes.signals import StopSignals
+from async_rl.run.processes.signals import RunControl, StopSignals
 from tests.kit.configs import make_config
 
 

@@ -14,8 +14,8 @@ from async_rl.base.config import Limit, TimeoutsConfig
 from async_rl.base.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.base.telemetry.status import Status, format_status, write_status
 from async_rl.pipeline import close_buffer, evaluate_trained
-from async_rl.run.processes import judges, watchdog
 from async_rl.run.processes import supervisor as supervision
+from async_rl.run.processes import watchdog
 from async_rl.run.processes.supervisor import Supervisor
 from benchmarks.marked_command import wait_until
 from tests.kit.fake_actors import Buffer, FakeRun, JudgeServer, Rollout, ends_when, stop, tells_when
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "server_class", lambda _: Rollout)
-    monkeypatch.setattr(judges, "JudgeActor", JudgeServer)
+    monkeypatch.setattr(supervision, "JudgeActor", JudgeServer)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     runs: list[FakeRun] = []
 

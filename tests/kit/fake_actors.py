@@ -30,8 +30,7 @@ from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.actors import learner_threads
-from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.actors import Origin, learner_threads
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.signals import StopSignals
 from async_rl.run.processes.supervisor import Supervisor

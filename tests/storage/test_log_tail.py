@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.base.run_dir.log_tail import TAIL_LINES, log_tail, split_tails
 from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.actors import Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.signals import StopSignals
 from tests.kit.configs import make_config

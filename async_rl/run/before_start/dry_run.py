@@ -12,7 +12,7 @@ from async_rl.base.config.yaml_text import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import located, pinned
 from async_rl.base.models_and_data.model_folder import policy_lr
-from async_rl.run.before_start.memory import UNKNOWN_SIZE, plan_here, plan_memory
+from async_rl.run.before_start.gpus import UNKNOWN_SIZE, plan_here, plan_memory
 from async_rl.run.before_start.preflight import check_inputs, check_names, task_of
 from async_rl.run.processes.placement import explain, find_hosts, runs_here
 

@@ -37,11 +37,16 @@ from async_rl.base.network.ports import check_ports
 from async_rl.base.run_dir.checkpoints import check_measured
 from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.lookup import import_object
-from async_rl.run.before_start.memory import check_memory
-from async_rl.run.processes.addresses import check_addresses
-from async_rl.run.processes.gpu_driver import check_gpu_driver
-from async_rl.run.processes.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
-from async_rl.run.processes.resources import host_demands
+from async_rl.run.before_start.gpus import check_gpu_driver, check_memory
+from async_rl.run.processes.placement import (
+    check_addresses,
+    check_sharing,
+    explain,
+    find_hosts,
+    gpus_here,
+    host_demands,
+    runs_here,
+)
 from buffer.protocol.keys import check_keys
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from async_rl.base.config import Limit
 from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.base.run_dir.log_tail import log_tail
 from async_rl.base.telemetry.status import Status, write_status
-from async_rl.run.processes.entering import Origin
+from async_rl.run.processes.actors import Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.signals import StopSignals
 

@@ -1,6 +1,7 @@
-"""The processes of a run, as Ray actors: buffer, servers and learner ranks. ActorGroup starts and ends them.
+"""The processes of a run, as Ray actors: the buffer, the servers, the judge's servers and the learner ranks.
 
-Ray carries control only: no trajectory and no push passes through it.
+Each begins with `enter`: working directory, modules, keys, log file, ports and interface. ActorGroup starts and ends
+them. Ray carries control only: no trajectory and no push passes through it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import faulthandler
 import gc
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,23 +23,100 @@ import ray
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.config.resolve import resolve
-from async_rl.base.cores import threads_per_process
+from async_rl.base.config.resolve import Decided, engine_of, resolve
+from async_rl.base.cores import limit_spinning, threads_per_process
 from async_rl.base.errors import ConfigError
 from async_rl.base.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.base.models_and_data.hub import find_files, located
 from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS
-from async_rl.base.network.ports import open_listener
+from async_rl.base.network import agree_on_nccl, use_interface
+from async_rl.base.network.ports import open_listener, ports_of
+from async_rl.base.seams.user_modules import find_sent_modules_first
 from async_rl.base.telemetry.status import Status
-from async_rl.run.before_start.memory import plan_memory
-from async_rl.run.processes.entering import Origin, enter
-from async_rl.run.processes.gpu_driver import checked_gpu_bytes
-from buffer.protocol.keys import drop_client_keys
+from async_rl.run.before_start.gpus import checked_gpu_bytes, plan_memory
+from buffer.protocol.keys import drop_client_keys, take_client_keys
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
     from rollout_server.worker.scored_player import ScoredPlayer
     from rollout_server.worker.worker import EvalWorker
+
+JUDGE_CHECK_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What each process of a run gets from the driver."""
+
+    folder: str
+    """The driver's working directory, to which paths of the config are relative."""
+    config: Config
+    """The user's configuration, as it was loaded."""
+    decided: Decided = field(default_factory=dict)
+    """The values that the driver has decided for the run."""
+    client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
+
+
+def enter(origin: Origin, name: str, port: int = 0) -> Config:
+    """Set a new process's working directory, modules, keys, log file and network interface; returns its settings.
+
+    Args:
+        name: the process's name. Its output, also from C code, goes to the log file of this name, with - for /.
+        port: the port of the process that this one replaces; 0: there was none.
+
+    Raises:
+        ConfigError: this host lacks the working directory, and it can't be made.
+    """
+    try:
+        Path(origin.folder).mkdir(parents=True, exist_ok=True)  # a host without a shared disk
+        os.chdir(origin.folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{name} needs the folder in which `async-rl train` was started, {origin.folder}, also on its host, where "
+            f"it can't be used ({error.strerror}): make it there, or start in a folder that every host has"
+        ) from None
+    find_sent_modules_first()
+    config = _settings_of(origin, name, port)
+    log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    take_client_keys(config.network.keys, origin.client_keys)
+    use_interface(config.network.host)
+    if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        see_own_gpus(ray.get_gpu_ids())
+    agree_on_nccl()
+    use_huge_pages()
+    limit_spinning()
+    return config
+
+
+def _settings_of(origin: Origin, name: str, port: int) -> Config:
+    """Return the settings of a process: what the driver has decided, and its place."""
+    config = resolve(origin.config, origin.decided)
+    host = config.network.host if config.placement.num_nodes == 1 else ray.util.get_node_ip_address()
+    return resolve(config, {
+        "network.host": host, "network.port": port or config.network.port, "network.ports": ports_of(config, name),
+        **(engine_of(config, name) if name in config.server_names else {}),
+    })
+
+
+def see_own_gpus(gpus: Sequence[object]) -> None:
+    """Show this process the `gpus` that Ray has given it, where Ray was told to leave CUDA_VISIBLE_DEVICES alone.
+
+    Without this every server of such a cluster would start on GPU 0. Call it before torch looks for GPUs.
+    """
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+
+
+def use_huge_pages() -> None:
+    """Have torch allocate large CPU tensors in huge pages, which is faster; call it before torch makes a tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class BufferActor:
@@ -188,6 +268,59 @@ class EvalActor(RolloutActor):
 def server_class(name: str) -> type[RolloutActor]:
     """Return the class of the process of a server, by its name in `config.server_names`."""
     return EvalActor if name.startswith("eval") else RolloutActor
+
+
+class JudgeActor:
+    """A server of the model judge.path. It gets no weights, and the workers talk to it by HTTP.
+
+    Args:
+        index: its index in `config.judge_names`.
+        port: the port of the server that this one replaces, which the workers know; 0: there was none.
+    """
+
+    def __init__(self, origin: Origin, index: int, port: int = 0) -> None:
+        self._origin, self._name = origin, origin.config.judge_names[index]
+        self._log_name = self._name.replace("/", "-")
+        self._config = enter(origin, self._name)
+        pin_cpus(origin.config, len(origin.config.server_names) + index)
+        self._port = port
+        self._doing, self._since_s = "starts its server", time.monotonic()
+
+    async def find_files(self) -> None:
+        """Check that this host has the judge's model; download it if it is on the hub."""
+        await asyncio.to_thread(find_files, self._config, ["judge.path"])
+
+    async def start(self) -> str:
+        """Start the server and wait until it answers; returns the base address of its endpoint."""
+        config = located(self._config, ["judge.path"])
+        log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
+        open_chat = config.judge.engine_entry.load_chat()
+        self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)
+        await self._server.start()
+        self._doing, self._since_s = f"judges, as {config.judge.path}", time.monotonic()
+        return f"{self._server.url}/v1"
+
+    async def kv_tokens(self) -> int:
+        """Return 0: how many tokens its KV cache has room for is not known."""
+        return 0
+
+    async def run(self) -> AsyncIterator[WorkerReport]:
+        """Watch the server, which reports nothing. ProcessDiedError: it has ended."""
+        while True:
+            self._server.check_alive()
+            await asyncio.sleep(JUDGE_CHECK_INTERVAL_S)
+            yield WorkerReport()
+
+    async def status(self) -> Status:
+        return Status(doing=self._doing, since_s=self._since_s)
+
+    async def dump_stacks(self) -> None:
+        dump_stacks()
+
+    async def stop(self) -> None:
+        if hasattr(self, "_server"):
+            await self._server.aclose()
+        drop_client_keys(self._config.network.keys, self._origin.client_keys)
 
 
 def learner_threads(config: Config) -> dict[str, int]:

@@ -13,10 +13,14 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, WaitTimeoutError
+from async_rl.base.seams.doc_pages import doc_page
 from async_rl.base.seams.user_modules import modules_to_send
-from async_rl.run.processes.gpu_driver import hides_gpus
-from async_rl.run.processes.resources import JOIN_COMMANDS, TOKEN_PAGE
 
+TOKEN_PAGE = doc_page("two-nodes.md")
+JOIN_COMMANDS = (
+    "on the first host `ray start --head`, on each other one `ray start --address=<first host>:6379`, "
+    f"then async-rl on any of them, all with RAY_AUTH_MODE=token and the same token: {TOKEN_PAGE}"
+)
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -172,3 +176,8 @@ def ray_messages_in(file: Path) -> Iterator[None]:
         yield
     finally:
         worker.print_to_stdstream = printed
+
+
+def hides_gpus() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process, in one of the three ways in use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")

@@ -1,4 +1,6 @@
-"""The driver's supervision of a run: one asyncio task reads the reports of each process, one looks for hanging ones.
+"""The driver's main loop: `Supervisor.train` reads the reports of all processes, and restarts those that die.
+
+One asyncio task follows each process, one asks all for their status and finds those that hang (watchdog.py).
 
     event                                       the driver's action
     a server or its worker dies                 restarts both, see Supervisor._restart
@@ -15,25 +17,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from ray.actor import ActorHandle
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
 from async_rl.base.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
-from async_rl.run.before_start.server_memory import ServerMemory
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.actors import server_class
-from async_rl.run.processes.judges import Judges
+from async_rl.run.processes.actors import JudgeActor, server_class
 from async_rl.run.processes.signals import StopSignals
 from async_rl.run.processes.watchdog import Watchdog
 from async_rl.run.watch.evaluations import RunningEvaluations
 from async_rl.run.watch.run_watch import RunWatch
 
+SMALLER = 0.9
+"""A server that comes back with less than this share of its first KV cache is logged."""
 GRACE_S = 3.0
 """Time to wait after a learner rank fails: if a peer's death is the cause, that is known by then and ends the run."""
 
@@ -63,7 +66,8 @@ class Supervisor:
         self._urls: dict[str, str] = {}
         """The URLs of the servers that were restarted."""
         self._restarts = RestartLimit(config)
-        self._memory = ServerMemory(config, processes, log)
+        self._first_kv_tokens: dict[str, int] = {}
+        """The room in the KV cache of each server at its first start."""
         self._streams: dict[str, Any] = {}
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
@@ -73,9 +77,12 @@ class Supervisor:
     def train(
         self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
     ) -> None:
-        """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error."""
-        self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
-        self._judges = Judges(self._config, self._processes, self.watchdog, judge_urls)
+        """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error.
+
+        Args:
+            judge_urls: [name] the address of each of the judge's servers, at which it is also started again.
+        """
+        self._buffer_address, self._revive_buffer, self._judge_urls = buffer_address, revive_buffer, judge_urls
         try:
             asyncio.run(self._train(signals))
         except BaseExceptionGroup as group:
@@ -83,14 +90,8 @@ class Supervisor:
         finally:
             signals.is_heeded = True
 
-    @property
-    def _rollouts(self) -> list[str]:
-        """The rollout servers that work."""
-        return sorted(name for name in self._running if name.startswith("rollout"))
-
     async def _train(self, signals: StopSignals) -> None:
         names = list(self._processes.actors)
-        servers = [name for name in names if name in self._servers]
         self._learning = {name for name in names if name.startswith("learner")}
         self._buffer: ActorHandle | None = self._processes.actors["buffer"]
         self._changed = Change()
@@ -103,15 +104,23 @@ class Supervisor:
             self.watch.begin()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
-                servers_kept, watch = map(self._keep_server, servers), self._watch(signals)
-                endless = [self._keep_buffer(), *servers_kept, watch, self._end_on(stop)]
-                background = [self._tasks.create_task(each) for each in endless]
+                background = [self._tasks.create_task(each) for each in (
+                    self._keep_buffer(),
+                    *(self._keep_server(name) for name in names if name in self._servers),
+                    self._watch(signals),
+                    self._end_on(stop),
+                )]
                 await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
                 limit, what = self._config.timeouts.limit("startup_s"), "the rollout servers' last reports"
                 await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
                 await self._evaluations.wait()
                 for task in background:
                     task.cancel()
+
+    @property
+    def _rollouts(self) -> list[str]:
+        """The rollout servers that work."""
+        return sorted(name for name in self._running if name.startswith("rollout"))
 
     async def _follow_learner(self, name: str) -> None:
         """Log the reports of a learner rank until it has finished. If it fails, raise the error that ends the run."""
@@ -124,7 +133,9 @@ class Supervisor:
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Log the reports of a server, and restart it each time it is lost, as often as may be."""
+        """Follow a server from life to life: log its reports, and start it again when it is lost, if that is allowed.
+        """
+        gets_weights = name in self._config.server_names  # the judge's servers do not
         life = self._serve(name)
         while True:
             try:
@@ -135,19 +146,21 @@ class Supervisor:
             self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
             self._remove_server(name)
             await self._changed.notify()
-            gets_weights = name in self._config.server_names
             if gets_weights:
                 self._processes.actors["learner/0"].leave_server.remote(name)
             life = self._restart(name) if gets_weights else self._restart_judge(name)
 
     async def _restart_judge(self, name: str) -> None:
-        starting, limit = self._judges.start_again(name), self._config.timeouts.limit("startup_s")
-        await self._call_server(name, starting, limit, "the start")
+        """Start a lost server of the judge again, at its old address, which the workers know, and log its reports."""
+        index, port = self._config.judge_names.index(name), urlsplit(self._judge_urls[name]).port
+        actor: Any = self._processes.start(name, JudgeActor, index, port)
+        self.watchdog.begin(name, is_up=False)
+        await self._call_server(name, actor.start.remote(), self._config.timeouts.limit("startup_s"), "the start")
         self._log.logger.note(f"{name} is back")
         await self._serve(name)
 
     async def _restart(self, name: str) -> None:
-        """Restart a lost server, wait for a push of the learner's weights to a rollout server, and log its reports.
+        """Start a lost server again, wait until it has the learner's weights (a rollout server), and log its reports.
 
         If a process dies during the restart:
             this server     ServerLostError is raised, and `_keep_server` restarts the server once more
@@ -160,7 +173,7 @@ class Supervisor:
             whither = "go to other servers" if self._rollouts else "wait until a server is back: no other one runs"
             self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
         index = self._config.server_names.index(name)
-        async with self._memory.turn(name):
+        async with self._turn_on_gpu(name):
             actor = self._processes.start(name, server_class(name), index)
             self.watchdog.begin(name, is_up=False)
             url = self._urls[name] = await self._call_server(
@@ -168,12 +181,39 @@ class Supervisor:
             )
             if has_groups:
                 await self._abandon(name)  # again: a last request of the dead server may have reached the buffer since
-            connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
+            connecting = actor.connect.remote(self._buffer_address, list(self._judge_urls.values()))
             await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
             self._log.restarted(name, await self._join(name, url) if has_groups else None)
         if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
             self._processes.actors["learner/0"].add_eval_server.remote(name, url)
         await self._serve(name)
+
+    @asynccontextmanager
+    async def _turn_on_gpu(self, name: str) -> AsyncIterator[None]:
+        """Let a lost server start between two steps, if servers and learner take turns on GPUs; else do nothing.
+
+        It waits for the end of the step and puts off the next one until the block ends, or until the server joins in
+        it: then the learner holds only the memory that it keeps. A step makes servers that joined release memory.
+
+        Raises:
+            AsyncRLError: the step did not end in time, or learner rank 0 has died.
+        """
+        if not self._config.shares_gpus:
+            yield
+            return
+        learner: Any = self._processes.actors["learner/0"]
+        beginning, what = learner.begin_start.remote(name), f"the turn of {name}"
+        await self._processes.call("learner/0", beginning, self._push_limit, what)
+        try:
+            yield
+        finally:
+            learner.end_start.remote(name)
+
+    @property
+    def _push_limit(self) -> Limit:
+        """How long a server waits for learner rank 0 to end its step or push."""
+        timeouts = self._config.timeouts
+        return Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
 
     async def _abandon(self, name: str) -> int:
         """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count."""
@@ -191,11 +231,9 @@ class Supervisor:
 
     async def _join(self, name: str, url: str) -> int:
         """Wait until the learner has pushed its weights to a restarted server; returns their policy version."""
-        timeouts = self._config.timeouts
-        limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
         call: Any = self._processes.actors["learner/0"].join_server.remote(name, url)
         try:
-            version: int = await self._processes.call("learner/0", call, limit, f"a push to {name}")
+            version: int = await self._processes.call("learner/0", call, self._push_limit, f"a push to {name}")
             return version
         except WeightSyncError as error:  # the push failed at the server; another error is the learner's
             raise ServerLostError(error) from None
@@ -204,12 +242,29 @@ class Supervisor:
         """Have a server work, and log its reports, until it is lost, which raises ServerLostError."""
         self._running.add(name)
         try:
-            await self._memory.compare(name)
+            await self._compare_kv_room(name)
             await self._read_reports(name)
         except AsyncRLError as error:
             raise ServerLostError(error) from None
         log = self._processes.log_tail(name)
         raise ServerLostError(ProcessDiedError(f"{name} stopped by itself while the run was going on{log}"))
+
+    async def _compare_kv_room(self, name: str) -> None:
+        """Note the room in a server's KV cache when it has started, and log if it is less than at its first start.
+
+        Raises:
+            AsyncRLError: the server did not answer.
+        """
+        call: Any = self._processes.actors[name].kv_tokens.remote()
+        limit = self._config.timeouts.limit("silent_s")
+        tokens: int = await self._processes.call(name, call, limit, "the size of its KV cache")
+        first = self._first_kv_tokens.setdefault(name, tokens)
+        if 0 < tokens < SMALLER * first:
+            self._log.logger.note(
+                f"{name} came back with room for {tokens} tokens in its KV cache, at first it had {first}: other "
+                "processes hold more of its GPU now, so it samples fewer answers at once. A lower "
+                "rollout.gpu_memory_utilization leaves them room from the start"
+            )
 
     async def _call_server(self, name: str, call: Any, limit: Limit, what: str) -> Any:
         try:

@@ -28,9 +28,8 @@ from async_rl.base.network.ports import open_listener
 from async_rl.base.seams.doc_pages import doc_page
 from async_rl.base.seams.user_modules import find_sent_modules_first
 from async_rl.run.before_start.preflight import input_checks
-from async_rl.run.processes.placement import ray_hosts
+from async_rl.run.processes.placement import HostDemand, assign, host_demands, ray_hosts
 from async_rl.run.processes.ray_start import open_ray
-from async_rl.run.processes.resources import HostDemand, assign, host_demands
 from async_rl.tools.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 
 CONNECT_TIMEOUT_S = 5.0

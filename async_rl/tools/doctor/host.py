@@ -26,8 +26,8 @@ from async_rl.base.models_and_data.hub import NotInCacheError, data_files, locat
 from async_rl.base.models_and_data.hub_names import hub_repos
 from async_rl.base.seams import ENGINES, EngineEntry
 from async_rl.base.seams.doc_pages import doc_page
+from async_rl.run.before_start.gpus import check_gpu_driver
 from async_rl.run.before_start.preflight import input_checks
-from async_rl.run.processes.gpu_driver import check_gpu_driver
 from rollout_server.rewards.code.sandbox import THREE_WAYS, Bubblewrap
 
 IMPORT_TIMEOUT_S = 180

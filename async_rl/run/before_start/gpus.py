@@ -1,26 +1,28 @@
 """This host's GPUs: whether torch finds them (else a run would train on the CPU without a word), and their memory.
 
-The CUDA driver is asked without a context on a device, which would take memory there.
+The CUDA driver is asked without a context on a device, which would take memory there. With the sizes of the GPUs the
+memory of a run is planned before its start (learner/memory/plan.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
+from async_rl.run.processes.placement import gpus_here, gpus_per_rank
+from async_rl.run.processes.ray_start import hides_gpus
+
+if TYPE_CHECKING:
+    from learner.memory.plan import MemoryPlan
 
 DEVICES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver by major version of CUDA."""
-
-
-def hides_gpus() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process, in one of the three ways in use."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 
 
 def check_gpu_driver() -> None:
@@ -86,3 +88,26 @@ def _visible_devices() -> tuple[Any, list[ctypes.c_int]]:
         return cuda, []
     devices = [ctypes.c_int() for _ in range(count.value)]
     return cuda, [each for ordinal, each in enumerate(devices) if not cuda.cuDeviceGet(ctypes.byref(each), ordinal)]
+
+
+def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
+    """Return the plan for `gpus` GPUs of `num_bytes` on all hosts together; with 0 for a host with `num_bytes`."""
+    from learner.memory.plan import MemoryPlan
+    from rollout_server.engines.base import kv_token_bytes
+
+    return MemoryPlan(config, gpus_per_rank(config, gpus) if gpus else 0.0, num_bytes, kv_token_bytes)
+
+
+def plan_here(config: Config) -> MemoryPlan | None:
+    """Return the plan for a run on this host; None: the size of its GPUs is not known."""
+    from learner.memory.plan import host_bytes
+
+    gpus = gpus_here()
+    num_bytes = smallest_gpu_bytes() if gpus else host_bytes()
+    return plan_memory(config, gpus, num_bytes) if num_bytes else None
+
+
+def check_memory(config: Config) -> list[str]:
+    """Return warnings about memory on this host, see MemoryPlan.check."""
+    plan = plan_here(config)
+    return plan.check() if plan else [f"memory: not checked, because {UNKNOWN_SIZE}"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from async_rl.base.errors import ConfigError
-from async_rl.run.processes import gpu_driver
+from async_rl.run.before_start import gpus
+from async_rl.run.before_start.gpus import check_gpu_driver
 from async_rl.run.processes.actors import LearnerActor, RolloutActor
-from async_rl.run.processes.gpu_driver import check_gpu_driver
 from tests.kit.gpus import pretend_gpus
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3.0\n"
@@ -24,8 +24,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
     (tmp_path / "version").write_text(DRIVER)
-    monkeypatch.setattr(gpu_driver, "DEVICES", tmp_path)
-    monkeypatch.setattr(gpu_driver, "VERSION", tmp_path / "version")
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "VERSION", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -71,4 +71,4 @@ def test_a_cluster_host_where_torch_finds_no_gpu_is_named_before_anything_loads(
 def test_the_size_of_the_gpus_is_known_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     pretend_gpus(monkeypatch, 2, gpu_bytes=80)
-    assert gpu_driver.smallest_gpu_bytes() == 80
+    assert gpus.smallest_gpu_bytes() == 80

@@ -25,15 +25,15 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 DPI = 110
 MOST_LINES = 5
 SECONDS = "seconds since the end of the first step"
+_DOTS = " Each dot is a seed, each bar a mean ± standard error. Dots of a step's worth are jackknife values."
 CAPTIONS = {
-    "trade_off": "What a step is worth, how busy the learner is, and what a minute brings.",
-    "depths": "Speed, reward of the policy and the worst KL over the measured staleness.",
+    "trade_off": f"What a step is worth, how busy the learner is, and what a minute brings.{_DOTS}",
+    "depths": f"Speed, reward of the policy and the worst KL over the measured staleness.{_DOTS}",
     "learning": "Held-out accuracy and the reward of each policy version: means over seeds ± one standard error.",
-    "off_policy": "How far the trained policy is from the policies that sampled its data.",
     "utilisation": "Share of time that each pool spent in each state. Diamonds: predicted by the simulator.",
+    "off_policy": f"How far the trained policy is from the policies that sampled its data.{_DOTS}",
 }
-DOTS = "Each dot is a seed, each bar a mean ± standard error. Dots of a step's worth are jackknife values."
-"""What the caption of each plot over staleness adds."""
+"""[plot] its caption, in the order of the page."""
 Curve = Callable[[Run], tuple[Sequence[float], Sequence[float]]]
 """Returns the x and y values of a run."""
 
@@ -41,28 +41,23 @@ Curve = Callable[[Run], tuple[Sequence[float], Sequence[float]]]
 def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Result]) -> dict[Path, str]:
     """Draw every plot that there is data for as a PNG file in `folder`; return {file: caption}.
 
-    If the runs have no steps, as they were read from CSV files, earlier plots of their steps are kept.
-
     Args:
         predicted: the simulated results by staleness bound.
     """
     folder.mkdir(parents=True, exist_ok=True)
     bounded = [row for row in rows if not row.exact]
-    has_steps = all(run.steps for row in rows for run in row.runs)
     figures = {
         "trade_off": lambda: trade_off(rows),
         "depths": lambda: _depths(bounded),
         "learning": lambda: learning(rows),
-        "utilisation": lambda: _utilisation(bounded, predicted) if has_steps else None,
+        "utilisation": lambda: _utilisation(bounded, predicted),
         "off_policy": lambda: _off_policy(rows),
     }
     captions = {}
     for name, draw in figures.items():
-        file = folder / f"{name}.png"
         if (figure := draw()) is not None:
-            figure.savefig(file, dpi=DPI)
-        if figure is not None or (not has_steps and file.is_file()):
-            captions[file] = CAPTIONS[name] + (f" {DOTS}" if name in ("trade_off", "depths", "off_policy") else "")
+            figure.savefig(folder / f"{name}.png", dpi=DPI)
+            captions[folder / f"{name}.png"] = CAPTIONS[name]
     return captions
 
 
@@ -127,23 +122,22 @@ def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str
 def trade_off(rows: Sequence[Setting]) -> Any:
     """Return a figure of what a step is worth and, in bounded mode, the learner's utilisation and what a minute brings.
 
-    Where efficiency can't be told, it shows the one by sampled reward, and else the improvement.
+    Where efficiency can't be told, it shows the one by sampled reward. None: there is nothing to show.
     """
-    worth = worth_keys(rows)[0]
-    labels = {
-        "efficiency": "a step is worth, synchronous steps", "efficiency_sampled": "a step is worth, by sampled reward",
-        "improvement": "improvement in the run",
-    }  # fmt: skip
+    labels = {"efficiency": "synchronous steps", "efficiency_sampled": "by sampled reward"}
     bounded = [row for row in rows if not row.exact]
-    figure, panels = _panels(3 if bounded else 1)
-    _against_staleness(panels[0], rows, worth, labels[worth])
-    if bounded:
-        _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
-        panels[1].set_ylim(0, 1)
-        key = speed_key(bounded)
-        _against_staleness(panels[2], bounded, key, SPEEDS[key][0].replace(" by ", "\nby "))
-    for axes in panels:
+    speed = speed_key(bounded)
+    shown = [(rows, key, f"a step is worth, {labels[key]}") for key in worth_keys(rows)[:1]]
+    shown += [(bounded, "learner", "learner utilisation, share of time")] if bounded else []
+    shown += [(bounded, speed, SPEEDS[speed][0].replace(" by ", "\nby "))] if worth_keys(bounded) else []
+    if not shown:
+        return None
+    figure, panels = _panels(len(shown))
+    for axes, (of, key, label) in zip(panels, shown, strict=True):
+        _against_staleness(axes, of, key, label)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        if key == "learner":
+            axes.set_ylim(0, 1)
     _legend(figure, panels)
     return figure
 

@@ -7,17 +7,16 @@ import csv
 import html
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import ConfigError
 from async_rl.tools.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.tools.sweeps.plan import Measured, compare
-from async_rl.tools.sweeps.plots import draw_all
-from async_rl.tools.sweeps.results import read_results
+from async_rl.tools.sweeps.plots import CAPTIONS, draw_all
+from async_rl.tools.sweeps.results import read_runs
 from async_rl.tools.sweeps.settings import (
-    INSTEAD,
     SPEEDS,
     WORTH,
     WORTH_BY_REWARD,
@@ -39,7 +38,6 @@ TRADE_OFF: Columns = {
     **SPEEDS,
     "efficiency": ("a step is worth, synchronous steps", "{:.2f}"),
     "efficiency_sampled": ("a step is worth by sampled reward, steps at the lowest staleness", "{:.2f}"),
-    "improvement": ("improvement", "{:+.3f}"),
     "steps_per_minute": ("steps per minute", "{:.1f}"),
     "learner": ("utilisation, learner", "{:.1%}"),
     "rollout": ("utilisation, rollout", "{:.1%}"),
@@ -62,6 +60,7 @@ SYSTEM: Columns = {
 LEARNING: Columns = {
     "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
+    "improvement": ("improvement", "{:+.3f}"),
     "policy_reward": ("reward of the policy, mean over the time", "{:.3f}"),
     "reward_mean": ("reward of the batches, mean", "{:.3f}"),
     "truncated": ("IS weights beyond cap or floor", "{:.2%}"),
@@ -90,7 +89,8 @@ NOTES = (
     "of e is the jackknife's over seeds, with the synchronous curve's in it. By sampled reward, e compares the rewards "
     "of policy versions with those at the lowest staleness of the sweep.",
     "Improvement is held-out accuracy at the end minus at the start, or without evaluations the mean reward of the "
-    "last tenth of the steps minus that of the first. It flatters stale runs, because a learning curve is concave.",
+    "last tenth of the steps minus that of the first. By it no setting is ranked: a learning curve is concave, so it "
+    "flatters stale runs.",
     "The learner is utilised while it computes an update, the rollout pool while a group is in flight and no push "
     "pauses it. The work-conserving bound is the sum of both if neither pool ever waited without need. Predictions "
     "come from the simulator; - where it does not cover the run's rules. Exact mode has no times.",
@@ -114,42 +114,60 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 def write_report(folder: Path) -> str:
     """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
 
-    If a sweep's cells are missing, as in one committed to git, its runs.csv and evals.csv stand for them, and the
-    tables and plots that need the steps of the runs stay as they are.
+    If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md and the plots.
 
     Raises:
         ConfigError: the folder holds no finished run, or can't be written to.
     """
-    runs = read_results(folder)
-    rows = settings_of(runs)
-    has_steps = any(run.steps for run in runs)
-    measured = compare(rows) if has_steps else []
-    found = (
-        value_table(rows, shown_columns(rows), "The trade-off"), *bounds_compared(rows), *corrections_compared(rows),
-        prediction(measured), value_table(rows, LEARNING, "What was learned"), value_table(rows, SYSTEM, "The system"),
-        value_table(rows, TAILS, "The worst steps"),
-    )  # fmt: skip
-    tables = [table for table in found if table]
-    tables += [] if has_steps else _kept_tables(folder, {table.title for table in tables})
-    said = [recommendation(rows), *efficiency_unknown(rows), seconds_compared(rows), *cautions(rows)]
-    sentences = [text for text in said if text]
-    text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
     try:
-        (folder / "table.md").write_text("\n\n".join([*sentences, text, *NOTES]) + "\n")
-        _write_csvs(rows, folder)
-        pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
+        is_complete = any((folder / name).exists() for name in ("cells", "summary.json"))
+        if not is_complete and (folder / "table.md").is_file():
+            tables, sentences, pictures = _of_earlier_report(folder)
+        else:
+            tables, sentences, pictures = _made_of_runs(folder)
         (folder / "report.html").write_text(_page(folder, tables, sentences, pictures))
     except OSError as error:
         raise ConfigError(
             f"a report in {folder} can't be written: {error.filename or folder}: {error.strerror}. Copy the folder to "
             "where you may write, and make the report of the copy"
         ) from None
-    return text + "\n" + "\n".join(sentences)
+    return _markdown(tables) + "\n" + "\n".join(sentences)
+
+
+def _made_of_runs(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]]:
+    """Write table.md, the CSV files and the plots of the finished runs; return tables, sentences and {plot: caption}.
+    """
+    rows = settings_of(read_runs(folder))
+    measured = compare(rows)
+    found = (
+        value_table(rows, shown_columns(rows), "The trade-off"), *bounds_compared(rows), *corrections_compared(rows),
+        prediction(measured), value_table(rows, LEARNING, "What was learned"), value_table(rows, SYSTEM, "The system"),
+        value_table(rows, TAILS, "The worst steps"),
+    )  # fmt: skip
+    tables = [table for table in found if table]
+    said = [recommendation(rows), *efficiency_unknown(rows), seconds_compared(rows), *cautions(rows)]
+    sentences = [text for text in said if text]
+    (folder / "table.md").write_text("\n\n".join([*sentences, _markdown(tables), *NOTES]) + "\n")
+    _write_csvs(rows, folder)
+    pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
+    return tables, sentences, pictures
+
+
+def _of_earlier_report(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]]:
+    """Return the same as `_made_of_runs`, read from table.md and plots/."""
+    text = (folder / "table.md").read_text()
+    sentences = [sentence for sentence in text.partition("## ")[0].split("\n\n") if sentence]
+    plots = {folder / "plots" / f"{name}.png": caption for name, caption in CAPTIONS.items()}
+    return tables_in(text), sentences, {file: caption for file, caption in plots.items() if file.is_file()}
+
+
+def _markdown(tables: Sequence[Table]) -> str:
+    return "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
 
 
 def shown_columns(rows: Sequence[Setting]) -> Columns:
-    """Return TRADE_OFF with one way to tell what a step is worth: by accuracy, else by sampled reward, else INSTEAD."""
-    others = {*WORTH, *WORTH_BY_REWARD, *INSTEAD} - {*worth_keys(rows)}
+    """Return TRADE_OFF with one way to tell what a step is worth: by accuracy, else by sampled reward."""
+    others = {*WORTH, *WORTH_BY_REWARD} - {*worth_keys(rows)}
     return {key: column for key, column in TRADE_OFF.items() if key not in others}
 
 
@@ -157,12 +175,6 @@ def seconds_compared(rows: Sequence[Setting]) -> str:
     """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
     found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
     return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
-
-
-def _kept_tables(folder: Path, titles: Collection[str]) -> list[Table]:
-    """Return the tables of an earlier table.md whose titles are not among `titles`."""
-    file = folder / "table.md"
-    return [table for table in tables_in(file.read_text() if file.is_file() else "") if table.title not in titles]
 
 
 def value_table(rows: Sequence[Setting], columns: Columns, title: str) -> Table | None:

@@ -1,11 +1,10 @@
-"""Reads finished runs from their folders, or from the CSV files of their report, and computes the values of each."""
+"""Reads finished runs from their folders, and computes the values of each that a report shows."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,13 @@ from async_rl.tools.sweeps.policy_curve import PolicyCurve, policy_curve
 
 Step = dict[str, float | None]
 SYSTEM_VALUES = (
-    "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "tokens_per_s", "per_minute",
+    "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "tokens_per_s",
     "train_s", "push_s",
 )  # fmt: skip
 """The values that are left out in exact mode, where a push waits for the groups of a batch."""
 KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
 TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
 """The shares of steps whose quantiles tell how heavy the tail of a metric is."""
-BESIDE_OTHERS = ("policy_reward", "policy_seconds", "efficiency_sampled", "effective_steps_sampled")
-"""The values that a run has only beside others, see settings.py. The values in runs.csv are kept."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,6 @@ class Run:
     folder: Path
     exact: bool = False
     """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
-    stored: dict[str, float] = field(default_factory=dict)
-    """The values of a run that was read from the report's runs.csv, and has no steps."""
 
     @property
     def staleness(self) -> Bound:
@@ -81,7 +76,7 @@ class Run:
 
     @cached_property
     def policy_curve(self) -> PolicyCurve:
-        """The reward of each policy version; nothing if the run was read from runs.csv."""
+        """The reward of each policy version."""
         return policy_curve(self.steps)
 
     @cached_property
@@ -136,14 +131,13 @@ class Run:
 
     def values(self) -> dict[str, float]:
         """Return the values for the tables of a report by name; nan if the run did not measure a value."""
-        summary, seconds = self.summary, float(self.summary["seconds"])
+        summary = self.summary
         dropped, trained = (summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
         values = {
             "is_variance": self.figure(IS_VARIANCE),
             "kl": self.figure(KL),
             "ess": self.figure("offpolicy/ess"),
             "improvement": self.improvement,
-            "per_minute": 60 * self.improvement / seconds if seconds else math.nan,
             "steps_per_minute": 60 / self.figure("time/step_s"),
             "tokens_per_s": self.figure("throughput/trained_tokens_per_s"),
             "learner": float(summary.get("utilisation/learner", math.nan)),
@@ -170,9 +164,7 @@ class Run:
             "dropped": dropped / (dropped + trained) if dropped + trained else math.nan,
             "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
         }
-        values |= dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {}
-        values |= dict.fromkeys(BESIDE_OTHERS, math.nan)
-        return values | {key: value for key, value in self.stored.items() if key in values}
+        return values | (dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {})
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -193,37 +185,6 @@ def read_runs(folder: Path) -> list[Run]:
     if not runs:
         raise ConfigError(f"{folder} holds no finished run: no summary.json in it, no cell.json in its cells")
     return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
-
-
-def read_results(folder: Path) -> list[Run]:
-    """Return the runs of `read_runs`. Of a sweep without its cells, as one in git, they come from its CSV files.
-
-    Runs of CSV files have no steps.
-    """
-    has_csv = all((folder / name).is_file() for name in ("runs.csv", "evals.csv"))
-    if not has_csv or (folder / "cells").is_dir() or (folder / "metrics.jsonl").is_file():
-        return read_runs(folder)
-    evals: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
-    for line in _csv_lines(folder / "evals.csv"):
-        *cell, version, seconds, accuracy = line.values()
-        evals.setdefault(tuple(cell), []).append((float(version), float(seconds), float(accuracy)))
-    runs = []
-    for line in _csv_lines(folder / "runs.csv"):
-        names = list(line)[: list(line).index(SEED) + 1]
-        labels = {name: line[name] for name in names}
-        values = {key: float(value) for key, value in line.items() if key not in names}
-        name = ".".join(f"{key}-{label}" for key, label in labels.items())
-        runs.append(Run(
-            labels=labels, summary={"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}},
-            steps=[], evals=evals.get(tuple(labels.values()), []), folder=folder / "cells" / name,
-            exact=math.isnan(values["steps_per_minute"]), stored=values,
-        ))  # fmt: skip
-    return runs
-
-
-def _csv_lines(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def read_run(folder: Path) -> Run:

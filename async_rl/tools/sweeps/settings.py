@@ -31,8 +31,6 @@ WORTH = ("efficiency", "effective_steps_per_minute")
 """The worth of a step by held-out accuracy, and the steps a minute times it."""
 WORTH_BY_REWARD = ("efficiency_sampled", "effective_steps_sampled")
 """The same by the rewards of the policies."""
-INSTEAD = ("improvement", "per_minute")
-"""The columns shown only if neither is known: they flatter stale runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +71,13 @@ class Setting:
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
-def worth_keys(rows: Iterable[Setting]) -> tuple[str, str]:
-    """Return the keys of what a step is worth: by accuracy if a row has it, else by reward, else INSTEAD."""
-    has = {keys for row in rows for keys in (WORTH, WORTH_BY_REWARD) if row.has(keys[0])}
-    return next((keys for keys in (WORTH, WORTH_BY_REWARD) if keys in has), INSTEAD)
+def worth_keys(rows: Sequence[Setting]) -> tuple[str, ...]:
+    """Return the keys of what a step is worth: by accuracy if a row has it, else by reward; () if neither is known."""
+    return next((keys for keys in (WORTH, WORTH_BY_REWARD) if any(row.has(keys[0]) for row in rows)), ())
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:
     """Return a row for each combination of settings. Values that can't be told are nan; `efficiency_unknown` says why.
-
-    What is told by the steps of runs stays as it was stored where runs were read from runs.csv, which has no steps.
     """
     grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
@@ -93,19 +88,13 @@ def settings_of(runs: Iterable[Run]) -> list[Setting]:
         rows.append(Setting(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
     for row in rows:
         row.values.update(zip(WORTH, _worth(row, synchronous_runs(rows, row)), strict=True))
-    if any(run.steps for row in rows for run in row.runs):
-        for row in rows:
-            row.values.update(zip(WORTH_BY_REWARD, _worth_by_reward(row, _others(rows, row)), strict=True))
-        _add_policy_rewards([row for row in rows if not row.exact])
-    return rows
-
-
-def _add_policy_rewards(rows: Sequence[Setting]) -> None:
-    rewards, seconds = mean_rewards([run.policy_curve for row in rows for run in row.runs])
+        row.values.update(zip(WORTH_BY_REWARD, _worth_by_reward(row, _others(rows, row)), strict=True))
+    rewards, seconds = mean_rewards([run.policy_curve for row in rows if not row.exact for run in row.runs])
     found = iter(rewards)
     for row in rows:
-        row.values["policy_reward"] = [next(found) for _ in row.runs]
-        row.values["policy_seconds"] = [seconds] * len(row.runs)
+        row.values["policy_reward"] = [math.nan if row.exact else next(found) for _ in row.runs]
+        row.values["policy_seconds"] = [math.nan if row.exact else seconds] * len(row.runs)
+    return rows
 
 
 def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
@@ -193,15 +182,15 @@ def baseline(rows: Sequence[Setting], row: Setting) -> Setting:
 SPEEDS = {
     "effective_steps_per_minute": ("effective steps per minute", "{:.1f}"),
     "effective_steps_sampled": ("effective steps per minute by sampled reward", "{:.1f}"),
-    "per_minute": ("improvement per minute", "{:+.3f}"),
 }
 """The names and number formats of the values that say how fast a setting learns, the better one first."""
 SIGNIFICANT = 0.05
 
 
 def speed_key(rows: Sequence[Setting]) -> str:
-    """Return the value that ranks rows: effective steps a minute, where these can be told for any row."""
-    return next((key for key in SPEEDS if any(row.has(key) for row in rows)), "per_minute")
+    """Return the value that ranks rows: effective steps a minute, by sampled reward if no row has them by accuracy."""
+    first, second = SPEEDS
+    return second if not any(row.has(first) for row in rows) and any(row.has(second) for row in rows) else first
 
 
 def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
@@ -218,7 +207,7 @@ def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
     by_unit: dict[tuple[tuple[str, str], ...], list[Setting]] = {}
     for row in rows:
         if not row.exact and not math.isnan(speed(row)):
-            by_unit.setdefault(() if key == "per_minute" else row.beside_staleness, []).append(row)
+            by_unit.setdefault(row.beside_staleness, []).append(row)
     return [sorted(of_unit, key=speed, reverse=True) for of_unit in by_unit.values()]
 
 
@@ -230,8 +219,6 @@ def best_rows(rows: Sequence[Setting]) -> list[Setting]:
 
 def unit_axes(rows: Sequence[Setting]) -> list[str]:
     """Return the axes along which the unit of `speed_key` differs. Rows of exact mode don't count."""
-    if speed_key(rows) == "per_minute":
-        return []
     units = [row.beside_staleness for row in rows if not row.exact]
     return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
 
@@ -262,20 +249,19 @@ def _recommended(order: Sequence[Setting], key: str, axes: Sequence[str]) -> str
     what = ("bounds" if all(not row.series and row.staleness.is_full for row in order) else "settings") + among
     most = f"{best.name} has the most {name}, {best.estimate(key).text(form)}"
     runs = _size(order)
-    flatters = " It is speed alone: what a step is worth could not be told." if key == "per_minute" else ""
     if not _has_improved(best, key):
         return f"No setting{among} has improved beyond its error in {runs}: {most}."
     corrected = holm([p_value(best.values[key], row.values[key]) for row in order[1:]])
     behind = [row for row, p in zip(order[1:], corrected, strict=True) if p < SIGNIFICANT]
     level = [row for row in order if row not in behind]
     if not behind:
-        return f"{runs} can't tell these {what} apart: {most}, but no lead beyond the errors. Try more seeds.{flatters}"
+        return f"{runs} can't tell these {what} apart: {most}, but no lead beyond the errors. Try more seeds."
     freshest = min(level, key=lambda row: row.staleness)
     text = f"Take {freshest.name}: {most}, beyond the errors more than {_names(behind)}."
     if level[1:]:
         others = _names([row for row in level if row is not best])
         text += f" {runs} can't tell {best.name} apart from {others}; {freshest.name} has the freshest data of these."
-    return text + flatters
+    return text
 
 
 def _names(rows: Sequence[Setting]) -> str:

@@ -41,26 +41,12 @@ def contained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bubblewrap, "check", lambda self: None)
 
 
-@pytest.fixture
-def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor.metadata.version
-
-    def version(name: str) -> str:
-        if name == "sglang":
-            raise doctor.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(doctor.metadata, "version", version)
-
-
-@pytest.mark.usefixtures("no_sglang")
 def test_a_missing_model_is_broken_on_a_machine_that_is_otherwise_healthy(tmp_path: Path) -> None:
     checks = {check.what: check for check in examine(config(tmp_path))}
     assert [what for what, check in checks.items() if check.state == "broken"] == ["model and tokenizer"]
     assert "async-rl sft CONFIG" in checks["model and tokenizer"].found
 
 
-@pytest.mark.usefixtures("no_sglang")
 def test_every_input_that_train_refuses_is_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, 0)
     save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
@@ -81,7 +67,6 @@ def test_every_input_that_train_refuses_is_a_broken_line(tmp_path: Path, monkeyp
     assert str(caught.value) == checks["critic.path"].found
 
 
-@pytest.mark.usefixtures("no_sglang")
 def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Path) -> None:
     here, there = (
         {check.what for check in examine(config(tmp_path), is_driver=is_driver)} for is_driver in (True, False)
@@ -92,7 +77,6 @@ def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Pat
     }
 
 
-@pytest.mark.usefixtures("no_sglang")
 def test_a_torch_that_does_not_load_breaks_only_the_checks_that_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,30 +89,21 @@ def test_a_torch_that_does_not_load_breaks_only_the_checks_that_use_it(
     assert checks["network.host"].state == "ok"
 
 
-@pytest.mark.usefixtures("no_sglang")
-def test_a_missing_sglang_is_broken_only_where_the_config_wants_it(tmp_path: Path) -> None:
-    states = {engine: doctor.check_sglang([ENGINES[engine]] if engine else []) for engine in ("", "hf", "sglang")}
-    assert {engine: check.state for engine, check in states.items()} == {
-        "": "warn",
-        "hf": "warn",
-        "sglang": "broken",
-    }
-    assert "rollout.engine=hf" in states["sglang"].mend
-
-
 @pytest.mark.processes
-def test_an_environment_of_an_engines_own_is_checked_by_importing_its_package(tmp_path: Path) -> None:
+def test_an_engine_is_checked_by_importing_its_package_in_the_python_of_its_servers(tmp_path: Path) -> None:
     engine = dataclasses.replace(ENGINES["vllm"], packages=("yaml",))
     here, nowhere = (
         dataclasses.replace(config(tmp_path), rollout=RolloutConfig(engine="vllm", python=python))
         for python in (sys.executable, str(tmp_path / "none"))
     )
     found = f"{yaml.__version__} in {sys.executable}"
-    assert doctor.check_environment("vllm", engine, here) == Check("vllm", "ok", found)
-    missing = doctor.check_environment("vllm", engine, nowhere)
-    bare = doctor.check_environment("vllm", dataclasses.replace(engine, packages=("no_such",)), here)
+    assert doctor.check_engine("vllm", engine, here) == Check("vllm", "ok", found)
+    missing = doctor.check_engine("vllm", engine, nowhere)
+    bare = doctor.check_engine("vllm", dataclasses.replace(engine, packages=("no_such",)), here)
     assert missing.state == bare.state == "broken"
     assert f"{tmp_path}/none" in missing.found and "No module named 'no_such'" in bare.found
+    unused = doctor.check_engine("sglang", dataclasses.replace(ENGINES["sglang"], packages=("no_such",)), None)
+    assert unused.state == "warn" and "No module named 'no_such'" in unused.found
 
 
 def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,9 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from (check_package(name) for name in ("torch", "transformers", "ray"))
-    yield check_sglang(used.values())
     for name, entry in (used or ENGINES).items():
-        if entry.python and (used or Path(entry.server_python("")).exists()):
-            yield check_environment(name, entry, config)
+        if entry.packages and (used or not entry.python or Path(entry.server_python("")).exists()):
+            yield check_engine(name, entry, config)
     yield check_gpu(used.values())
     yield _sandbox()
     if config:
@@ -99,47 +98,29 @@ def check_package(name: str) -> Check:
     return Check(name, "ok", metadata.version(name))
 
 
-def check_sglang(engines: Collection[EngineEntry]) -> Check:
-    """Import SGLang if one of `engines` uses it, or if there is no config (no engines).
-
-    A process of its own does this: the import needs stubs of packages, which must not stay in this process.
+def check_engine(name: str, entry: EngineEntry, config: Config | None) -> Check:
+    """Import an engine's package in the Python of its servers. If it fails, a `config`, which uses it, is broken.
     """
-    is_used = any("sglang" in engine.packages for engine in engines)
-    needed: Literal["warn", "broken"] = "broken" if is_used else "warn"
-    instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
+    package, own = entry.packages[0], bool(entry.python)
+    python = entry.server_python(config.rollout.python if config else "") if own else sys.executable
+    code = f"import {package}; print({package}.__version__)"
+    if package == "sglang":  # its import needs stubs of packages, which must not stay in this process
+        stubs = "import async_rl; from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
+        code = f"{stubs}; import sglang.srt.entrypoints.http_server; {code}"
     try:
-        version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
-    if engines and not is_used:
-        return Check("sglang", "ok", f"{version}, not used by this rollout.engine")
-    code = "import async_rl; from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
-    code += "; import sglang.srt.entrypoints.http_server"
-    _, error = _run_python([sys.executable, "-c", code])
-    return Check("sglang", needed, f"{version} {error}", instead) if error else Check("sglang", "ok", version)
-
-
-def check_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
-    """Import an engine's package in the environment that only its servers use, as for vLLM."""
-    python, package = entry.server_python(config.rollout.python if config else ""), entry.packages[0]
-    found, error = _run_python([python, "-I", "-c", f"import {package}; print({package}.__version__)"])
-    mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}"
-    if error:
-        return Check(name, "broken" if config else "warn", f"{python}: {package} {error}", mend)
-    return Check(name, "ok", f"{found} in {python}")
-
-
-def _run_python(command: list[str]) -> tuple[str, str]:
-    """Run Python code that imports a package; return (last line of its output, "" or why it failed)."""
-    try:
+        command = [python, *(["-I"] if own else []), "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+        lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [f"code {done.returncode}"]
+        if done.returncode == 0:
+            return Check(name, "ok", f"{lines[-1]} in {python}")
+        error = lines[-1]
     except subprocess.TimeoutExpired:
-        return "", f"was not imported within {IMPORT_TIMEOUT_S} s"
-    except OSError as error:
-        return "", f"can't be imported: {error.strerror}"
-    if done.returncode != 0:
-        return "", f"can't be imported: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]}"
-    return (done.stdout.strip().splitlines() or [""])[-1], ""
+        error = f"not within {IMPORT_TIMEOUT_S} s"
+    except OSError as failure:
+        error = f"{failure.strerror}"
+    mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}" if own else REINSTALL
+    found = f"{package} can't be imported by {python}: {error}"
+    return Check(name, "broken" if config else "warn", found, f"{mend}, or use the engine of this package: hf")
 
 
 def check_gpu(engines: Collection[EngineEntry]) -> Check:

@@ -135,9 +135,9 @@ def test_a_reward_that_takes_other_arguments_or_fails_in_its_trial_call_is_refus
     config = changed(config_with_reward(base, tmp_path, source), timeouts={"reward_s": 0.2})
     with pytest.raises(ConfigError, match=config.task.reward) as caught:
         check_inputs(config)
-    gold = changed(config, task={"reward": ""}, eval={"gold_reward": config.task.reward})
+    gold = {"gold_reward": config.task.reward, "num_prompts": 1, "every_steps": 1}
     with pytest.raises(ConfigError, match=config.task.reward):
-        check_inputs(gold)
+        check_inputs(changed(config, task={"reward": ""}, eval=gold))
     assert "json.loads" not in source or f"{config.task.reward.partition(':')[0]}.py:2" in str(caught.value)
     assert "Event" not in source or "timeouts.reward_s = 0.2" in str(caught.value)
 

@@ -152,10 +152,11 @@ def compare(reports: Mapping[str, NodeReport | Exception], spare: Mapping[str, i
         bad = [check for check in report.checks if check.state != "ok"]
         yield Check(name, "ok", f"{len(report.checks) - len(bad)} of {len(report.checks)} checks are ok")
         for check in bad:
-            is_spare = check.state == "broken" and failing.count(check.what) <= spare.get(check.what, 0)
-            found = f"needed only if Ray puts a process there that uses it: {check.found}" if is_spare else check.found
-            state = "warn" if is_spare else check.state
-            yield dataclasses.replace(check, what=f"{name}: {check.what}", state=state, found=found)
+            there = dataclasses.replace(check, what=f"{name}: {check.what}")
+            if check.state == "broken" and failing.count(check.what) <= spare.get(check.what, 0):
+                found = f"needed only if Ray puts a process there that uses it: {check.found}"
+                there = dataclasses.replace(there, state="warn", found=found)
+            yield there
     for package in ("python", *PACKAGES):
         found_on = {name: report.versions.get(package) or "none" for name, report in known.items()}
         if len(set(found_on.values())) < 2:

@@ -187,16 +187,20 @@ def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
     """
     try:
         config = pinned(config)
-        for repo in hub_repos(config):
-            data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
-            yield Check(repo.key, "ok", repo.name)
-    except NotInCacheError:
-        found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
-        yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
-        return
     except ConfigError as error:
         yield Check("hub", "broken", str(error))
         return
+    for repo in hub_repos(config):
+        try:
+            data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
+        except NotInCacheError:
+            found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
+            yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
+            return
+        except ConfigError as error:
+            yield Check(repo.key, "broken", str(error))
+            return
+        yield Check(repo.key, "ok", repo.name)
     passed = set()
     for each in input_checks(located(config)):
         if not is_driver and not each.pools:

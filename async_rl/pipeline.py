@@ -9,15 +9,16 @@
                    ^                                                                   |
                    +------ weights of version v+1 (nccl | gloo | cuda_ipc | disk) -----+
 
-    loop              where                          consumes        waits for                unblocked by
-    admit + generate  rollout_server/worker/worker.py       slots, prompts  a free slot              served(v)
-    hand out          buffer/server.py               groups  groups for a batch       put(group)
-    train             learner/loop/learner.py             a batch         the buffer's hand-out    its own push
-    supervise         async_rl/run/processes/supervisor.py  reports         any process              a report, a crash
+    loop              where                                   consumes        waits for                unblocked by
+    admit + generate  rollout_server/worker/worker.py         slots, prompts  a free slot              served(v)
+    hand out          buffer/server.py                        groups          groups for a batch       put(group)
+    train             learner/loop/learner.py                 a batch         the buffer's hand-out    its own push
+    supervise         async_rl/run/processes/supervisor.py    reports         any process              a report, a crash
 
-The servers eval/i (placement.eval.servers), which only answer held-out prompts, get the versions that they evaluate.
-The servers judge/i (placement.judge.servers) get none: rewards ask them what an answer is worth.
-async_rl/run/processes/actors.py says what each process is, async_rl/run/processes/placement.py where it runs.
+`run` checks the configuration, then `train_once` starts every process, trains, and stops them. The servers eval/i
+(placement.eval.servers) only answer held-out prompts: they get the versions that they evaluate. The servers judge/i
+(placement.judge.servers) get no weights: rewards ask them what an answer is worth. In async_rl/run/processes/,
+actors.py says what each process is, placement.py where it runs, supervisor.py which one is started again.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
 buffer grants ahead. No code below depends on it, except that at 0 a server and the learner may take turns on one GPU.
 """

@@ -13,7 +13,7 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
-from async_rl.base.config import JudgePlacement, LearnerPlacement
+from async_rl.base.config import JudgePlacement, RolloutPlacement
 from async_rl.base.config.loading import load_config
 from async_rl.cli import main
 from async_rl.run.before_start.preflight import MODEL, TASK
@@ -57,11 +57,11 @@ def test_as_many_nodes_may_fail_a_check_as_have_no_process_that_needs_it() -> No
 
 
 def test_a_host_needs_only_what_its_processes_use() -> None:
-    """Of two hosts of the learner one has the rollout server, the other the judge's; a third has no process."""
-    placement = {"learner": LearnerPlacement(nodes=2, ranks=2), "judge": JudgePlacement(servers=1)}
+    """One of three hosts has the learner, one the servers, and one no process."""
+    placement = {"rollout": RolloutPlacement(nodes=1), "judge": JudgePlacement(servers=1)}
     config = make_config(judge={"path": "judge"}, placement=placement)
     spare = spare_nodes(config, host_demands(config), 3)
-    assert (spare[MODEL], spare[TASK], spare["judge.path"], spare["learner.optimizer"]) == (1, 2, 2, 1)
+    assert (spare[MODEL], spare[TASK], spare["judge.path"], spare["learner.optimizer"]) == (1, 2, 2, 2)
 
 
 def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Path) -> None:

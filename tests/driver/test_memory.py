@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from async_rl.run.before_start import memory
+from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
 from learner.memory import plan as plans
 from learner.memory import rank_memory
@@ -55,7 +55,7 @@ def each_pass_is_measured_once() -> Iterator[None]:
 
 
 def plan(folder: Path, gpus: int = 1, gpu_bytes: int = H100_BYTES, **sections: Any) -> MemoryPlan:
-    return memory.plan_memory(make_config(folder, **sections), gpus, gpu_bytes if gpus else 64 * GIB)
+    return host_gpus.plan_memory(make_config(folder, **sections), gpus, gpu_bytes if gpus else 64 * GIB)
 
 
 def test_a_rank_holds_its_part_of_weights_gradients_and_moments(folder: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
 ) -> None:
     config = make_config(model_folder, learner={"max_tokens_per_microbatch": 1024})
     monkeypatch.setattr(rank_memory, "measure_pass", lambda *_, **__: pytest.fail("not needed"))
-    assert memory.check_memory(config) == []
+    assert host_gpus.check_memory(config) == []
     estimate = rank_memory.RankMemoryEstimate(config, "cpu")
     assert estimate.is_surely_small(4 * GIB) and not estimate.is_surely_small(2**20)
 
@@ -267,12 +267,12 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
 def test_in_turns_a_share_is_checked_however_small_the_model(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
-    monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr(host_gpus, "gpus_here", lambda: 1.0)
+    monkeypatch.setattr(host_gpus, "smallest_gpu_bytes", lambda: 24 * 10**9)
 
     def check(share: float) -> list[str]:
         turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"gpu_memory_utilization": share}}
-        return memory.check_memory(make_config(model_folder, learner={"max_tokens_per_microbatch": 1024}, **turns))
+        return host_gpus.check_memory(make_config(model_folder, learner={"max_tokens_per_microbatch": 1024}, **turns))
 
     assert check(0.6) == []
     with pytest.raises(ConfigError, match=r"^memory:.*rollout\.gpu_memory_utilization"):
@@ -281,9 +281,9 @@ def test_in_turns_a_share_is_checked_however_small_the_model(
 
 def test_gpus_of_unknown_size_are_told_and_not_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(model_folder)
-    monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
-    monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 0)
-    (caution,) = memory.check_memory(config)
+    monkeypatch.setattr(host_gpus, "gpus_here", lambda: 1.0)
+    monkeypatch.setattr(host_gpus, "smallest_gpu_bytes", lambda: 0)
+    (caution,) = host_gpus.check_memory(config)
     assert caution.startswith("memory: not checked")
     monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [caution])
     told = "not computed: the CUDA driver does not say how large this host's GPUs are"

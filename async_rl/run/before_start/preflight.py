@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.resolve import engine_of, resolve
-from async_rl.base.config.unused import unused_settings
 from async_rl.base.errors import ConfigError, RewardError
 from async_rl.base.models_and_data.hub import check_login
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
@@ -121,7 +120,6 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         checks.append(PreflightCheck(what, value, run, needs, pools))
 
     add(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), pools=policy)
-    add("settings without effect", "none", lambda: unused_settings(config))
     for name, entry in config.engine_entries.items():
         if not config.rollout.server_url:
             settings = resolve(config, engine_of(config, config.server_names[config.engines.index(name)]))

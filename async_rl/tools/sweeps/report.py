@@ -71,12 +71,8 @@ LEARNING: Columns = {
     "entropy_end": ("entropy, end", "{:.3f}"),
 }
 TAILS: Columns = {
-    "kl_median": ("KL of a step, median", "{:.2g}"),
-    "kl_p95": ("KL, 95th percentile", "{:.2g}"),
-    "kl_largest": ("KL, largest", "{:.2g}"),
-    "is_variance_median": ("IS-weight variance of a step, median", "{:.2g}"),
-    "is_variance_p95": ("variance, 95th percentile", "{:.2g}"),
-    "is_variance_largest": ("variance, largest", "{:.2g}"),
+    "kl_p95": ("KL of a step, 95th percentile", "{:.2g}"),
+    "is_variance_p95": ("IS-weight variance of a step, 95th percentile", "{:.2g}"),
     "is_weight_largest": ("largest IS weight", "{:.3g}"),
 }
 TINY = 1e-6
@@ -112,7 +108,7 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 
 
 def write_report(folder: Path) -> str:
-    """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
+    """Write table.md, {runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
 
     If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md and the plots.
 
@@ -221,17 +217,9 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
 
 
 def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
-    """Write table.csv (means and standard errors), runs.csv (every run) and evals.csv (every held-out evaluation)."""
+    """Write runs.csv, a line of values for every run, and evals.csv, a line for every held-out evaluation."""
     runs = [run for row in rows for run in row.runs]
     settings = [STALENESS, *(key for key, _ in rows[0].series)]
-    keys = [*TRADE_OFF, *SYSTEM, *LEARNING, *TAILS]
-    names = [name for key in keys for name in (key, f"{key}_error")]
-    means = []
-    for row in rows:
-        estimates = [row.estimate(key) for key in keys]
-        numbers = [f"{number:.6g}" for e in estimates for number in (e.mean, e.error)]
-        means.append([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
-    _write_csv(folder / "table.csv", [*settings, *names, "seeds"], means)
     axes = [*settings, SEED]
     values = [
         [*(run.labels[axis] for axis in axes), *(f"{of_runs[number]:.6g}" for of_runs in row.values.values())]

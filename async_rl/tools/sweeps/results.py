@@ -34,8 +34,6 @@ SYSTEM_VALUES = (
 )  # fmt: skip
 """The values that are left out in exact mode, where a push waits for the groups of a batch."""
 KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
-TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
-"""The shares of steps whose quantiles tell how heavy the tail of a metric is."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,8 @@ class Run:
             "accuracy_end": self.accuracy_end,
             "reward_mean": self.figure("reward/mean"),
             "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),
-            **{f"kl_{name}": self.quantile(KL, share) for name, share in TAIL.items()},
-            **{f"is_variance_{name}": self.quantile(IS_VARIANCE, share) for name, share in TAIL.items()},
+            "kl_p95": self.quantile(KL, 0.95),
+            "is_variance_p95": self.quantile(IS_VARIANCE, 0.95),
             "is_weight_largest": self.quantile("offpolicy/is_weight_max", 1),
             "truncated": self.figure("offpolicy/truncated_fraction"),
             "masked": self.figure("staleness/masked_fraction"),

@@ -272,12 +272,12 @@ def _size(rows: Sequence[Setting]) -> str:
     """Return e.g. `2 seeds of 16 steps`."""
     seeds = sorted({len(row.runs) for row in rows})
     runs = [run for row in rows for run in row.runs]
-    steps = sorted({int(len(run.steps) or (run.evals[-1][0] if run.evals else 0)) for run in runs})
+    steps = sorted({len(run.steps) for run in runs})
 
     def span(values: Sequence[int]) -> str:
         return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
-    return f"{span(seeds)} seed{'s' * (seeds[-1] > 1)}" + (f" of {span(steps)} steps" if steps[0] else "")
+    return f"{span(seeds)} seed{'s' * (seeds[-1] > 1)} of {span(steps)} steps"
 
 
 def _has_improved(row: Setting, key: str) -> bool:
@@ -354,7 +354,7 @@ def cautions(rows: Sequence[Setting]) -> list[str]:
     """Return sentences that name the runs whose values have another meaning: ended early, not evaluated, resumed."""
     runs = [run for row in rows for run in row.runs]
     early = [f"{run.folder.name} ({run.summary['ended'].rstrip('.')})" for run in runs if run.summary.get("ended")]
-    without = [run.folder.name for run in runs if run.steps and run.evals and math.isnan(run.improvement)]
+    without = [run.folder.name for run in runs if run.evals and math.isnan(run.improvement)]
     resumed = [run.folder.name for run in runs if (record := read_record(run.folder)) and record.resumed]
     sentences = {
         "These runs ended early and count with the steps they took: {}.": early,

@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
@@ -59,19 +58,6 @@ def test_a_reply_that_can_not_be_written_is_not_received_and_no_error_of_the_eng
     with caplog.at_level(logging.INFO):
         session = with_session(agent, generate=at_once)
     assert session.num_turns == len(session.rows()) == session.counts.joined == 1 and caplog.records == []
-
-
-def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_endpoint, "BODY_S", 0.1)
-
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        reader, writer = await connected(opened)
-        writer.write(head(opened, 100) + b"{")
-        answer = await reader.read()  # ends because the endpoint closes the connection
-        writer.close()
-        assert answer.startswith(b"HTTP/1.1 408 ")
-
-    with_session(agent)
 
 
 @pytest.mark.parametrize("name", ["messages", "tools"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.types import Prompt
-from learner.models.tiny_model import TINY_MODELS, character_tokenizer
+from learner.models.tiny_model import TINY_MODELS
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.conversation.messages import Message, user
@@ -27,10 +26,8 @@ from rollout_server.episodes.env import Step
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.player import SingleTurnPlayer
 from tests.kit.configs import server_config
 from tests.kit.engines.replies import with_engine
-from tests.kit.models import save_sharp_model
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOLERANCE = 1e-4
@@ -142,35 +139,6 @@ def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(family: str, t
 
     episodes = with_engine(server_config("hf", tmp_path / "0"), play)
     assert check(episodes, models) == {0, 1}
-
-
-def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer()
-    end = tokenizer.eos_token_id
-    tokens = TurnRenderer(tokenizer, [end]).start([user("reverse abc")])
-    request = group_request(4, tuple(tokens))
-
-    async def play(engine: HFEngine) -> None:
-        direct = await engine.generate(request)
-        calls = []
-        generate = engine.generate
-
-        async def counted(request: GenerationRequest) -> Any:
-            calls.append(request)
-            return await generate(request)
-
-        engine.generate = counted  # type: ignore[method-assign]
-        player = SingleTurnPlayer(tokenizer, engine.generate)
-        episodes = await player.play(dataclasses.replace(request, group_id=6))
-        assert len(calls) == 1
-        for answer, played in zip(direct, episodes, strict=True):
-            (row,) = played.rows
-            assert row.tokens.tolist() == [*tokens, *answer.tokens.tolist()]
-            np.testing.assert_array_equal(row.logprobs[row.mask], answer.logprobs)
-            assert row.finish_reason == answer.finish_reason
-            assert played.answer == tokenizer.decode(answer.tokens, skip_special_tokens=True)
-
-    with_engine(server_config("hf", save_sharp_model(tmp_path)), play)
 
 
 def test_replies_of_other_episodes_and_turns_have_other_random_numbers() -> None:

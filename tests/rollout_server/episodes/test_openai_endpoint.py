@@ -175,14 +175,6 @@ def test_requests_above_the_limit_wait_and_each_gets_a_sample_of_its_own() -> No
     assert session.num_turns == len(session.rows()) == 100 and most == openai_endpoint.MAX_RUNNING
 
 
-def test_a_body_is_read_as_json_whatever_its_header_says() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        for content_type in ("application/json; charset=utf-16", "text/plain", "x"):
-            assert (await post(opened, ASK, **{"Content-Type": content_type}))[0] == 200
-
-    with_session(agent, "a", "b", "c")
-
-
 def test_tool_choice_none_leaves_the_tools_out_of_the_prompt() -> None:
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
         for choice, is_call in (("auto", True), ("none", False)):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from async_rl.base import network
 from async_rl.base.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.run.processes.actors import Origin, enter
 
@@ -36,11 +34,3 @@ def test_sglang_sets_these_variables_and_keeps_what_is_set() -> None:
     text = (Path(package.submodule_search_locations[0]) / "srt" / "entrypoints" / "engine.py").read_text()
     for name in NCCL:
         assert f'"{name}" not in os.environ' in text and f'os.environ["{name}"] = str(' in text
-
-
-def test_nccl_takes_the_interface_of_this_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    address = SimpleNamespace(address="10.0.0.1")
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth1": [address]})
-    network.use_interface("10.0.0.1")
-    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("=eth1", "eth1")

@@ -107,21 +107,6 @@ def test_a_job_waits_for_its_nodes_and_starts_the_run_or_goes_on_with_it(tmp_pat
     assert calls(tmp_path, "scontrol") == []
 
 
-@pytest.mark.processes
-def test_an_address_that_the_name_of_a_host_means_comes_first(tmp_path: Path, start: Start) -> None:
-    assert start(NAMED="fe80::9 192.168.7.9").wait(60) == 0
-    assert calls(tmp_path, "ray start")[0] == "ray start --head --node-ip-address=192.168.7.9 --port=6379 --block"
-
-
-@pytest.mark.processes
-def test_a_host_without_an_address_ends_the_job_with_a_sentence(tmp_path: Path, start: Start) -> None:
-    (tmp_path / "bin" / "hostname").write_text("#!/usr/bin/env bash\necho 127.0.1.1 ::1\n")
-    job = start()
-    assert job.wait(60) == 1
-    assert "IPv4" in job.stdout.read()  # type: ignore[union-attr]
-    assert calls(tmp_path, "ray") == []
-
-
 def test_the_signal_comes_long_enough_before_the_end_for_the_run_to_end() -> None:
     text = (ROOT / "scripts" / "two_nodes.slurm").read_text()
     (before_s,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", text, re.MULTILINE)

@@ -63,11 +63,6 @@ def test_an_episode_is_as_long_as_its_limit_says(
     assert config.longest_tokens == config.longest_response_tokens == longest
 
 
-def test_a_third_may_be_written_with_six_digits(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "buffer.max_uses=3", "buffer.fresh_fraction=0.333333", "staleness.max=3")
-    assert loaded.fresh_per_step == 6  # of 16
-
-
 def test_a_sparse_push_is_refused_where_auto_gives_float32() -> None:
     sparse = dataclasses.replace(make_config(), weight_sync=WeightSyncConfig(delta=True))
     check_compact_type(sparse.weight_sync, sparse.model, "cuda")

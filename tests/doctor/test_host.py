@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.seams import ENGINES
 from async_rl.run.before_start.preflight import check_inputs
 from async_rl.tools.doctor import host as doctor
-from async_rl.tools.doctor.host import Check, examine, print_table
+from async_rl.tools.doctor.host import Check, examine
 from rollout_server.rewards.code.sandbox import Bubblewrap
 from tests.kit.configs import make_config
 from tests.kit.gpus import pretend_gpus
@@ -113,19 +112,6 @@ def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pyte
     monkeypatch.setattr(doctor.importlib, "import_module", load)
     check = doctor.check_package("torch")
     assert check.state == "broken" and check.found.endswith("libcudart.so.13: cannot open shared object file")
-
-
-def test_the_table_shows_each_check_at_once_and_at_last_how_to_mend_the_bad_ones(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def checks() -> Iterator[Check]:
-        yield Check("torch", "ok", "2.13")
-        assert capsys.readouterr().out.split() == ["ok", "torch", "2.13"]
-        yield Check("disk", "broken", "0 GiB", "free some")
-
-    assert not print_table(checks())
-    assert capsys.readouterr().out.rstrip().endswith("free some")
-    assert print_table([Check("torch", "ok", "2.13"), Check("memory", "warn", "1 GiB free", "end programs")])
 
 
 def test_a_sandbox_that_can_not_contain_programs_is_a_warning(

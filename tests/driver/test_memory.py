@@ -229,16 +229,6 @@ def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> No
     assert one.estimate.dtype == torch.float32 and plan(folder).estimate.dtype == torch.bfloat16
 
 
-def test_the_table_has_a_line_for_each_part_and_server(folder: Path) -> None:
-    lines = plan(folder, 8, placement={"learner": {"ranks": 2}, "rollout": {"servers": 3}}).table()
-    text = "\n".join(lines)
-    for part in ("weights", "gradients", "optimizer state", "activations", "logits and head", "gathered"):
-        assert f"\n  policy: {part} " in text
-    assert "each of 2 learner rank(s): at most" in text and "\n  push buffers " in text
-    assert "each of 3 rollout server(s):\n  weights " in text and "\n  KV cache " in text
-    assert "smallest GPU: 74.51 GiB" in text
-
-
 def test_a_critic_and_a_reference_are_in_the_table(folder: Path) -> None:
     found = plan(folder, 2, algorithm={"advantage": "gae", "kl": {"kind": "k2_loss"}}).rank_memory()
     names = {name.partition(":")[0] for name in found.parts}

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from matplotlib.axes import Axes
 
 from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, lineage_of, write_training_state
@@ -64,15 +63,3 @@ def test_a_summary_counts_a_resume_unless_that_is_undone(tmp_path: Path, is_stop
         log.close()
         summary = log.summary({})
     assert summary["resumes"] == lineage_of(config.run_dir) == (0 if is_stop else 1)
-
-
-def test_the_plot_of_the_timeline_names_the_steps_since_the_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labels: list[str] = []
-    monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.append(text))
-    log = resumed_log(tmp_path)
-    train(log, 14)
-    log.close()
-    (label,) = labels
-    assert label == "seconds; learner steps 43 to 52, ends dotted (busy shares: all steps since the resume)"

@@ -291,9 +291,3 @@ def test_an_upload_without_a_token_is_refused_before_the_run(
     with pytest.raises(ConfigError, match=r"checkpoint\.push_to_hub"):
         check_login(UPLOADS)
     check_login(make_config())
-
-
-@pytest.mark.parametrize("name", ["my-model", "a/b/c", "a b/c"])
-def test_an_upload_wants_the_name_of_a_repository(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.push_to_hub"):
-        make_config(checkpoint={"push_to_hub": name})

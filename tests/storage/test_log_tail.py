@@ -8,31 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from async_rl.base.run_dir.log_tail import TAIL_LINES, log_tail, split_tails
+from async_rl.base.run_dir.log_tail import log_tail, split_tails
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin
 from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.signals import StopSignals
 from tests.kit.configs import make_config
 from tests.kit.fake_actors import FakeReservation
-
-IMPORTS = """\
-/venv/lib/python3.11/site-packages/sglang/srt/layers/quantization/awq/awq.py:53: UserWarning: Only CUDA supports AWQ.
-  warnings.warn(f"Only CUDA supports AWQ.")
-[2026-11-22 06:15:10] Ignore import error when loading sglang.srt.models.inkling: No module named 'cutlass'
-"""
-
-
-def test_a_tail_leaves_out_warnings_of_imports(tmp_path: Path) -> None:
-    log = tmp_path / "sglang-rollout-0.log"
-    log.write_text("of an earlier server\n" + IMPORTS + "RuntimeError: no memory\n" + IMPORTS * TAIL_LINES)
-    assert log_tail(log, len("of an earlier server\n")) == f"last lines of {log}:\n    RuntimeError: no memory"
-    log.write_text("".join(f"{number}\n" for number in range(100)))
-    assert log_tail(log).splitlines()[1:] == [f"    {number}" for number in range(100 - TAIL_LINES, 100)]
-    log.write_text("")
-    assert log_tail(log).endswith("(it is empty)")
-    log.write_text("of an earlier server\n")
-    assert log_tail(log, log.stat().st_size).endswith(f"{log}:\n    (nothing since the process was started)")
 
 
 def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from async_rl.base.telemetry.held_out import named_results
 from async_rl.base.telemetry.metrics import format_step
 
 VALUES = {
@@ -16,10 +15,3 @@ def test_the_console_shows_results_on_each_source_and_of_each_reward() -> None:
     line = format_step(3, 9, VALUES)
     assert "0.500 (math 0.250, openai/gsm8k 0.750)" in line
     assert "0.600 (math 0.400, openai/gsm8k 0.800) (right 0.500, short 0.200)" in line
-
-
-def test_a_summary_has_each_result_by_its_words() -> None:
-    assert named_results(VALUES) == {
-        "accuracy on math": 0.25, "accuracy on openai/gsm8k": 0.75,
-        "reward on math": 0.4, "reward on openai/gsm8k": 0.8, "reward right": 0.5, "reward short": 0.2,
-    }  # fmt: skip

@@ -17,10 +17,6 @@ def test_the_summary_is_a_table_of_what_was_measured_with_the_alarms_below() -> 
     assert len(set(map(len, text.splitlines()[1:5]))) == 1, "values stand below each other"
 
 
-def test_a_run_with_a_directory_says_where_its_model_is() -> None:
-    assert "runs/mine/model" in format_summary({"steps": 5, "run_dir": "runs/mine"})
-
-
 def test_the_results_on_each_held_out_source_and_of_each_reward_stand_in_the_table() -> None:
     text = format_summary({
         "steps": 5, "held_out": {

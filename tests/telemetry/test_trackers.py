@@ -68,16 +68,6 @@ def test_without_the_library_the_run_goes_on_and_says_so(
     assert note.startswith(f"{name}: off") and "pip install" in note
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_library_that_does_not_start_is_noted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = SimpleNamespace(__spec__=object(), Settings=dict, init=lambda **_: 1 / 0)
-    monkeypatch.setitem(sys.modules, name, library)  # type: ignore[arg-type]
-    notes: list[str] = []
-    assert OPEN[name](make_config(logging=logging(name)), tmp_path, notes.append) is None
-    (note,) = notes
-    assert note.startswith(f"{name}: off") and "ZeroDivisionError" in note
-
-
 @each_tracker
 def test_a_failure_is_noted_once_and_turns_the_tracker_off(name: str) -> None:
     notes: list[str] = []

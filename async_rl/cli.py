@@ -305,7 +305,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
+    from rollout_server.tasks.gsm8k import prepare_gsm8k
 
     rows = prepare_gsm8k(args.source, args.target)
     print(f"{rows} rows written to {args.target}")

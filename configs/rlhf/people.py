@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.models_and_data.model_folder import load_tokenizer
-from rollout_server.tasks.chat import prompt_text, prompt_tokens
-from rollout_server.tasks.letters import Letters, gold_reward
+from rollout_server.tasks.base import prompt_text, prompt_tokens
+from rollout_server.tasks.examples import Letters, gold_reward
 
 CONFIG = Path(__file__).parent / "reward_model.yaml"
 BATCH = 500

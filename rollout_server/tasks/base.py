@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
 from async_rl.base.seams import import_object
 from async_rl.base.seams.extras import check_extra
 from async_rl.base.types import IntArray, Prompt
 from buffer.prompt_order import MAX_PROMPTS, PromptOrder
 from rollout_server.question import Question
-from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
 
 
 class Task(ABC):
     """The base class of tasks. A task has training prompts by index, a disjoint held-out set, and a verifier.
 
-    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts`, and finds its own settings, which
-    task.params gives, in `params`. One thread at a time calls `train_question` or `eval_questions`; many call
-    `verify` at once.
+    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts`, and finds its own settings
+    (task.params) in `params`. `train_question` and `eval_questions` run in one thread at a time, `verify` in many.
     """
 
     num_prompts: int
@@ -39,38 +40,40 @@ class Task(ABC):
         self._seed = config.run.seed
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        """Held while questions are made, not while they are tokenized."""
+        """Protects `train_question` and `eval_questions`, but not the tokenizing."""
         self.eval_size = config.eval.num_prompts
-        """The number of held-out questions that are asked for."""
+        """The wanted number of held-out questions (eval.num_prompts)."""
         self.params = config.task.params
-        """The task's own settings."""
+        """The task's own settings (task.params)."""
         self._eval_prompts: list[Prompt] | None = None
         self.cautions: list[str] = []
-        """A sentence for each thing that works but that the user may not have meant; the run prints them."""
+        """Warnings about settings and data that work but may not be meant. The run prints them."""
         self.skipped_long = 0
-        """Prompts left out so far because they have more than task.max_prompt_tokens tokens."""
+        """The number of prompts left out so far, because they have more than task.max_prompt_tokens tokens."""
         self.shortest_long_tokens = 0
         """The length of the shortest of these prompts."""
 
     @abstractmethod
     def train_question(self, position: int) -> Question:
-        """Return question number `position` of 0..num_prompts - 1, of at most task.max_prompt_tokens tokens."""
+        """Return question number `position`, 0..num_prompts - 1. It has at most task.max_prompt_tokens tokens."""
 
     @abstractmethod
     def eval_questions(self) -> list[Question]:
-        """Return at most eval.num_prompts held-out questions, of at most max_prompt_tokens, the same for every
-        run.seed."""
+        """Return at most eval.num_prompts held-out questions, the same for every run.seed.
+
+        Each has at most task.max_prompt_tokens tokens.
+        """
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response. Many threads call it at once, only if no reward is named."""
+        """Return the task's own reward of a response, used if no reward is named. It must be thread-safe."""
 
     def rules_of(self, question: Question) -> tuple[str, ...]:
         """Return the names of the rules and functions that score answers to the question; "" stands for `verify`."""
         return tuple(each.reward for each in self._config.named_rewards)
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
-        """Return whether the reward finds an answer, right or wrong, in the response; None if the rules can't tell."""
+        """Return whether the reward finds an answer, right or wrong, in the response. None: the rules can't tell."""
         from rollout_server.rewards.rules import NUMBER_RULES, find_number
 
         numbers = [rule for rule in self.rules_of(prompt.question) if rule in NUMBER_RULES]
@@ -121,7 +124,7 @@ class Task(ABC):
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
-        """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one in `skipped_long`."""
+        """Return whether the prompt has at most task.max_prompt_tokens tokens. Longer ones count in `skipped_long`."""
         length = len(self._tokens(self._text(self._asked(question))))
         if length <= self._config.max_prompt_tokens:
             return True
@@ -141,7 +144,7 @@ class Task(ABC):
         return np.asarray(prompt_tokens(self._tokenizer, text), dtype=np.int32)
 
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
-        """Return the `data_row` of question number `position`, and in words where it comes from."""
+        """Return the `data_row` of question number `position`, and a text that says where it comes from."""
         return position, f"{'held-out ' if is_held_out else ''}question {position} of {self._config.name}"
 
     def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
@@ -157,14 +160,111 @@ class Task(ABC):
         return [(self.num_prompts, self.num_prompts)]
 
 
+class EnvTask(Task):
+    """The task of a run whose environment needs no questions: it only numbers the episodes.
+
+    The task.size training episodes are 0, 1, ..., the eval.num_prompts held-out ones -1, -2, ... A prompt has no
+    tokens, because only the environment knows what the model sees first. Its question has the number as `ground_truth`.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.num_prompts = config.task.size
+
+    def train_question(self, position: int) -> Question:
+        return self._question(position)
+
+    def eval_questions(self) -> list[Question]:
+        return [self._question(-1 - number) for number in range(self.eval_size)]
+
+    def verify(self, question: Question, response: str) -> float:
+        """Raise NotImplementedError: nobody may call it, because the environment gives the rewards."""
+        raise NotImplementedError("no rule scores this run's episodes: the environment gives the rewards")
+
+    def sft_pairs(self, n: int) -> list[tuple[Prompt, list[int]]]:
+        raise ConfigError(
+            f"the environment {self._config.env} has no right answers, so sft can't learn from it. "
+            "Set sft.oracle to the package.module:function that writes the replies to learn"
+        )
+
+    def _question(self, number: int) -> Question:
+        return Question(messages=(), ground_truth=number, source=self._config.env)
+
+    def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
+        number = -1 - position if is_held_out else position
+        return position, f"episode {number} of {self._config.env}"
+
+    def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
+        return Prompt(
+            index=index, tokens=np.zeros(0, np.int32), text=origin, question=question, source=question.source,
+            data_row=data_row, origin=origin,
+        )
+
+
+def prompt_text(
+    tokenizer: Any, messages: Sequence[dict[str, str]], source: str, settings: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Return messages in the chat template, ready for a reply. Without a template: their contents, one per line.
+
+    Args:
+        source: where the messages come from, for the error.
+        settings: further arguments of the chat template (task.chat_template_kwargs).
+
+    Raises:
+        ConfigError: the chat template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        return "\n".join(message["content"] for message in messages)
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime,
+                **settings,
+            )
+        )  # fmt: skip
+    except Exception as error:  # a template is code, which may raise anything
+        roles = ", ".join(message["role"] for message in messages)
+        raise ConfigError(
+            f"the chat template of the model's tokenizer can't be applied to a prompt of {source} "
+            f"with the roles {roles}: {type(error).__name__}: {error}. Change the prompts, or the model's "
+            "chat_template.jinja (chat_template in tokenizer_config.json)"
+        ) from error
+
+
+def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text of `prompt_text`. A chat template has already added the special tokens."""
+    tokens: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    return tokens
+
+
+def chat_messages(value: Any, role: str) -> list[dict[str, str]] | None:
+    """Return a text as a message of `role`, or a list of {role, content} messages without further keys.
+
+    Returns None if `value` is neither, or an empty list.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    keys = ("role", "content")
+    if not isinstance(value, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in keys) for message in value
+    ):
+        return None
+    return [{key: message[key] for key in keys} for message in value] or None
+
+
+def answer_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of an answer with the eos token at its end."""
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
 TASKS = {
     "reasoning_gym": "rollout_server.tasks.reasoning_gym_task:ReasoningGymTask",
     "files": "rollout_server.tasks.files_task:FilesTask",
-    "": "rollout_server.tasks.env_task:EnvTask",
+    "": "rollout_server.tasks.base:EnvTask",
 }
 """The class of each kind of task: `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither."""
 _EXTRAS = {"reasoning_gym": "reasoning-gym"}
-"""The extra of this package that a kind of task needs."""
+"""The extra of this package that each kind of task needs."""
 
 
 def open_task(config: Config, tokenizer: Any) -> Task:

@@ -4,8 +4,8 @@
     {"chosen": [...], "rejected": [...]}                               the same; both are whole conversations
     {"prompt": ..., "answers": [...], "ranks": [1, 2, 2]}              a ranking, best first; equal ranks are a tie
 
-A prompt is text, which is a message of the user, or chat messages. An answer is text, or chat messages whose last is
-the assistant's; if the first is not, they are the whole conversation, and the prompt is not read.
+A prompt is text (a message of the user) or chat messages. An answer is text, or chat messages that end with the
+assistant's. If the first of these is not the assistant's, they are the whole conversation, and `prompt` is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.row_files import read_rows
-from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
+from rollout_server.tasks.base import answer_tokens, chat_messages, prompt_text, prompt_tokens
 
 _COLUMNS = ("prompt", "chosen", "rejected", "margin", "answers", "ranks")
 
@@ -28,7 +28,7 @@ Messages = list[dict[str, str]]
 
 
 class ComparedAnswer(NamedTuple):
-    """An answer and its prompt, in the policy's tokens, and the messages of the prompt."""
+    """An answer and its prompt in the policy's tokens, and the prompt's messages."""
 
     messages: Messages
     prompt: list[int]
@@ -37,24 +37,24 @@ class ComparedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComparedAnswers:
-    """Two or more answers to a prompt, and the pairs of them with a preferred answer."""
+    """Two or more answers to a prompt, and the pairs that have a preferred answer."""
 
     prompt: str
     """The text of the prompt of the first answer."""
     answers: Sequence[ComparedAnswer]
     pairs: Sequence[tuple[int, int, float]]
-    """(number of the preferred answer, number of the other, margin)."""
+    """(index of the preferred answer, index of the other answer, margin)."""
 
 
 @dataclass(slots=True)
 class ComparisonFile:
-    """The comparisons of a file, and how many of its rows are left out."""
+    """The comparisons of a file, and the numbers of left out rows."""
 
     comparisons: list[ComparedAnswers] = field(default_factory=list)
     too_long: int = 0
-    """Rows with a prompt or an answer that is longer than a run allows."""
+    """Rows whose prompt or answer is longer than task.max_prompt_tokens or rollout.max_response_tokens."""
     all_tied: int = 0
-    """Rows without an answer that is better than another."""
+    """Rows without a better answer."""
 
     @property
     def summary(self) -> str:
@@ -66,7 +66,11 @@ class ComparisonFile:
 
 
 def read_comparisons(config: Config, path: str, key: str, tokenizer: Any) -> ComparisonFile:
-    """Read the comparisons of `path`, the value of `key`; `tokenizer` is the policy's.
+    """Read the comparisons of a file.
+
+    Args:
+        key: the setting that names `path`, for errors.
+        tokenizer: the policy's.
 
     Raises:
         ConfigError: the file can't be read, a row has another form, or no row can be used.
@@ -96,10 +100,13 @@ def read_comparisons(config: Config, path: str, key: str, tokenizer: Any) -> Com
 def split_by_prompt(
     comparisons: Sequence[ComparedAnswers], share: float, seed: int
 ) -> tuple[list[ComparedAnswers], list[ComparedAnswers]]:
-    """Return the comparisons for training and those that are held out, about a `share`, with other prompts.
+    """Return (comparisons for training, held-out comparisons). The two have no common prompt.
+
+    Args:
+        share: the share of prompts to hold out.
 
     Raises:
-        ConfigError: they have too few prompts to be split so.
+        ConfigError: there are too few prompts for this share.
     """
     prompts = sorted({each.prompt for each in comparisons})
     count = round(share * len(prompts))
@@ -124,7 +131,7 @@ def _check_columns(found: Collection[str], where: str) -> None:
 
 
 def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tuple[int, int, float]]]:
-    """Return the conversations of a row, each with an answer at its end, and the pairs with a better answer."""
+    """Return (a conversation for each answer of a row, the pairs that have a better answer)."""
     answers: Any
     if "chosen" in row:
         margin = row.get("margin", 0.0)
@@ -150,26 +157,21 @@ def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tup
 
 
 def _conversation(prompt: Any, answer: Any, where: str) -> Messages:
-    """Return the messages of a prompt and an answer; the last is the assistant's."""
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    if not isinstance(answer, list) or not answer or not all(map(_is_message, answer)):
+    """Return the messages of a prompt and an answer. The last one is the assistant's."""
+    messages = chat_messages(answer, "assistant")
+    if messages is None:
         raise ConfigError(f"{where} must be text or {{role, content}} messages, got {answer!r:.120}")
-    if answer[0]["role"] == "assistant":
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+    if messages[0]["role"] == "assistant":
+        asked = chat_messages(prompt, "user")
+        if asked is None:
             raise ConfigError(
                 f"{where} is an answer only, so there must be a prompt, text or {{role, content}} messages, got "
                 f"{prompt!r:.120}"
             )
-        answer = [*prompt, *answer]
-    if answer[-1]["role"] != "assistant":
-        raise ConfigError(f"{where} must end with a message of the assistant, got one of {answer[-1]['role']!r:.40}")
-    return [{"role": message["role"], "content": message["content"]} for message in answer]
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        messages = [*asked, *messages]
+    if messages[-1]["role"] != "assistant":
+        raise ConfigError(f"{where} must end with a message of the assistant, got one of {messages[-1]['role']!r:.40}")
+    return messages
 
 
 def _is_too_long(config: Config, prompt: Sequence[int], answer: Sequence[int]) -> bool:

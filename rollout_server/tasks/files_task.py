@@ -1,10 +1,20 @@
-"""The task whose prompts are in files, folders or data sets of the hub; columns.py knows what a row may hold."""
+"""The task of prompts in files, folders or data sets of the hub, and the columns that their rows may have.
+
+    verl              prompt, reward_model.ground_truth, data_source, extra_info
+    TRL               prompt, and answer, solution or ground_truth, if a reward wants one
+    verifiers         prompt or question, answer, info, task
+    GSM8K             only question and answer, where each answer ends with a line `#### number`: gsm8k.py
+
+`task.columns`, or `columns` of one source, names others. The other columns become `question.extra`. Of verl's files
+only extra_info does.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
@@ -12,46 +22,89 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.base.config import Config, DataConfig
+from async_rl.base.config import ColumnsConfig, Config, DataConfig, TaskConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.row_files import Rows, files_of, rows_of
 from async_rl.base.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import CHEATABLE
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
-from rollout_server.tasks.base import Task
-from rollout_server.tasks.columns import (
-    Asked,
-    find_columns,
-    gsm8k_question,
-    is_of_gsm8k,
-    make_question,
-    media_columns,
-    why_not_gsm8k,
-)
-from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
-from rollout_server.tasks.gsm8k_rows import INSTRUCTION
+from rollout_server.tasks.base import Task, chat_messages
+from rollout_server.tasks.gsm8k import COLUMNS as GSM8K_COLUMNS
+from rollout_server.tasks.gsm8k import INSTRUCTION, gsm8k_row, is_gsm8k_row
 
-AS_THEY_ARE = "{prompt: question, reference: answer}"
-"""The columns of files that are like GSM8K's, named so that nothing is changed in their rows."""
+KNOWN = {
+    "prompt": ("prompt", "question"),
+    "reference": ("reward_model.ground_truth", "ground_truth", "answer", "solution"),
+    "solution": ("extra_info.answer",),
+    "source": ("data_source", "task"),
+}
+"""Column names that are looked for, in this order, for each part of a question."""
+EXTRA = ("extra_info", "info")
+"""Columns whose values are mappings that become `question.extra` themselves."""
+MEDIA = ("images", "videos", "audios")
+"""Columns that models here can't read. They are left out of `question.extra`."""
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedColumns:
+    """The columns that the user names for one source of prompts."""
+
+    columns: ColumnsConfig
+    key: str
+    """The setting that names them, for errors."""
+    own: str
+    """The setting that would name the columns of this source alone, for advice."""
+
+    @classmethod
+    def of(cls, config: TaskConfig, sources: Sequence[DataConfig], index: int, setting: str) -> NamedColumns:
+        """Return the named columns of source number `index` of those that `setting` lists."""
+        entry = f"{setting}[{index}].columns"
+        if (named := sources[index].columns) != ColumnsConfig():
+            return cls(columns=named, key=entry, own=entry)
+        return cls(columns=config.columns, key="task.columns", own=entry if len(sources) > 1 else "task.columns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of one file. The name of a part that the file lacks is ""."""
+
+    prompt: str
+    reference: str
+    solution: str
+    source: str
+    others: tuple[str, ...]
+    """Columns for `question.extra`."""
+    wanted: tuple[str, ...]
+    """All columns that are read from the file."""
+
+    @property
+    def about(self) -> str:
+        """A line for people, for example `prompts from question, references from answer`."""
+        return ", ".join(f"{part}s from {getattr(self, part)}" for part in KNOWN if getattr(self, part))
+
+    def is_guessed(self, named: ColumnsConfig) -> bool:
+        """Return False if prompt and reference are named, or the file has verl's schema."""
+        return not (named.prompt and named.reference) and self.reference != "reward_model.ground_truth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     data: DataConfig
     first_row: int
-    """The number of its first row among the rows of all sources."""
+    """The number of its first row, counted over all sources."""
     questions: list[tuple[int, Question]]
-    """(row, question) of each prompt that is short enough; rows count from 0, over all files of the source."""
+    """(row, question) of each prompt that is short enough. Rows count from 0, over all files of the source."""
 
     @property
     def per_epoch(self) -> int:
-        """The number of prompts that an epoch has of it."""
+        """The number of its prompts in an epoch."""
         return max(1, round(self.data.weight * len(self.questions)))
 
 
 class FilesTask(Task):
-    """The task whose questions are the rows of task.path and, held out, of task.eval_path; its creation reads both."""
+    """The task of the rows of task.path and, held out, of task.eval_path. Its creation reads both."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -73,7 +126,7 @@ class FilesTask(Task):
         return [question for *_, question in self._eval]
 
     def eval_prompts(self) -> list[Prompt]:
-        """Return the held-out prompts; of several sources the `source` is the name of the prompt's."""
+        """Return the held-out prompts. If there are several sources, `source` is the name of the prompt's source."""
         prompts = super().eval_prompts()
         if len(self._config.eval_data) < 2:
             return prompts
@@ -103,8 +156,7 @@ class FilesTask(Task):
         return [(len(source.questions), source.per_epoch) for source in self._train]
 
     def _held_out(self, sources: Sequence[_Source]) -> list[tuple[int, str, int, Question]]:
-        """Return the first eval.num_prompts held-out questions, of several sources in turn, so that each has its
-        share."""
+        """Return the first eval.num_prompts held-out questions, taken from the sources in turn for equal shares."""
         of_sources = [
             [(each.first_row + row, each.data.short_name, row, question) for row, question in each.questions]
             for each in sources
@@ -116,18 +168,18 @@ class FilesTask(Task):
         found: list[_Source] = []
         first_row = 0
         for index, data in enumerate(sources):
-            questions, num_rows = self._read(data, key, Asked.of(self._config, sources, index, key))
+            questions, num_rows = self._read(data, key, NamedColumns.of(self._config, sources, index, key))
             found.append(_Source(data=data, first_row=first_row, questions=questions))
             first_row += num_rows
         return found
 
-    def _read(self, data: DataConfig, key: str, asked: Asked) -> tuple[list[tuple[int, Question]], int]:
-        """Return ((row, question) of each row of a source whose prompt is short enough, the number of its rows)."""
+    def _read(self, data: DataConfig, key: str, named: NamedColumns) -> tuple[list[tuple[int, Question]], int]:
+        """Return (the (row, question) of each short enough prompt of a source, the number of its rows)."""
         questions: list[tuple[int, Question]] = []
         cheatable: list[str] = []
         num_rows = 0
         for file in files_of(data.path, key):
-            for question in self._questions(file, data, num_rows, asked):
+            for question in self._questions(file, data, num_rows, named):
                 where = f"{data.path}, row {num_rows}"
                 rules = self.rules_of(question)
                 tests = {check_reference(rule, question.ground_truth, where) for rule in rules} - {""}
@@ -141,38 +193,31 @@ class FilesTask(Task):
             reason = f", all longer than {shortest}" if num_rows else ""
             raise ConfigError(f"{data.path} must have a row that can be used, got {num_rows} rows{reason}")
         if cheatable:
-            self._tell_cheatable(f"{data.path}: {len(cheatable)} of {len(questions)} questions", cheatable[0])
+            self.cautions.append(
+                f"{data.path}: {len(cheatable)} of {len(questions)} questions have a test that {CHEATABLE}; the first "
+                f"is {cheatable[0]}. Their share in a step is reward/<name>/cheatable."
+            )
         return questions, num_rows
 
-    def _questions(self, file: Path, data: DataConfig, first: int, asked: Asked) -> list[Question]:
+    def _questions(self, file: Path, data: DataConfig, first: int, named: NamedColumns) -> list[Question]:
         """Return the questions of a file, whose first row is number `first` of the source."""
-        found: Rows = rows_of(file, lambda names: find_columns(names, asked, str(file)).wanted)
+        found: Rows = rows_of(file, lambda names: find_columns(names, named, str(file)).wanted)
         if media := media_columns(found.columns, found.rows):
             self.cautions.append(f"{file} has the column {', '.join(media)}, which no model sees: they read only text.")
         places = [f"{data.path}, row {first + i}" for i in range(len(found.rows))]
         if not found.rows:
             return []
-        if is_of_gsm8k(found.columns, asked.columns, found.rows):
+        if is_of_gsm8k(found.columns, named.columns, found.rows):
             self.cautions.append(
                 f"{file} is read as GSM8K's own: references are the numbers after ####, and to each prompt is added: "
-                f"{INSTRUCTION} If that is not meant, set {asked.own}: {AS_THEY_ARE}."
+                f"{INSTRUCTION} If that is not meant, set {named.own}: {{prompt: question, reference: answer}}."
             )
             return [gsm8k_question(row, first + i, places[i]) for i, row in enumerate(found.rows)]
-        columns = find_columns(found.columns, asked, str(file))
-        if not columns.is_asked_for(asked.columns):
-            self.cautions.append(f"{file} has {columns.about}. Name other columns in {asked.own}.")
-            if (columns.prompt, columns.reference) == OF_GSM8K and (why := why_not_gsm8k(found.columns, found.rows)):
-                self.cautions.append(
-                    f"{file}: {why}. So whole answers are the references. Put the numbers into a column of their own, "
-                    f"or set {asked.own}: {AS_THEY_ARE} if this is meant."
-                )
+        columns = find_columns(found.columns, named, str(file))
+        if columns.is_guessed(named.columns):
+            self.cautions.append(f"{file} has {columns.about}. Name other columns in {named.own}.")
         rows = zip(found.rows, places, strict=True)
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
-
-    def _tell_cheatable(self, questions: str, first: str) -> None:
-        """Add a caution for questions with a test that a dishonest answer can pass."""
-        told = f"{questions} have a test that {CHEATABLE}; the first is {first}"
-        self.cautions.append(f"{told}. Their share in a step is reward/<name>/cheatable.")
 
     def _tell_repeated(self) -> None:
         """Add cautions for prompts that are there more than once, and for held-out prompts that are trained on."""
@@ -191,5 +236,129 @@ class FilesTask(Task):
 
 
 def _text(question: Question) -> str:
-    """Return the messages as text for comparing prompts: in lower case, with white space as single spaces."""
+    """Return the messages as text to compare prompts by: lower case, white space as single spaces."""
     return "\n".join(f"{each['role']}: {' '.join(each['content'].casefold().split())}" for each in question.messages)
+
+
+def find_columns(names: Sequence[str], named: NamedColumns, where: str) -> Columns:
+    """Return which of the columns `names` of a file hold which part of a question.
+
+    Raises:
+        ConfigError: the file `where` lacks a named column, or has no prompts.
+    """
+    found: dict[str, str] = {}
+    for part, known in KNOWN.items():
+        name = getattr(named.columns, part)
+        if name and _holder(name, names) not in names:
+            raise ConfigError(
+                f"{where} has no column {name}, as {named.key}.{part} names it; found: {_listed(names)}. Where sources "
+                "differ, an entry of a list of them has its own: {path: ..., columns: {" + part + ": ...}}"
+            )
+        present = [each for each in known if _holder(each, names) in names and each != found.get("prompt")]
+        found[part] = name or (present[0] if present else "")
+    if not found["prompt"]:
+        raise ConfigError(
+            f"{where} has no prompts: needs a column prompt or question, or one that {named.own}.prompt names; found: "
+            f"{_listed(names)}"
+        )
+    taken = tuple(_holder(each, names) for each in found.values() if each)
+    is_of_verl = "reward_model" in names and not named.columns.reference
+    others = [name for name in names if name in EXTRA or not (is_of_verl or name in taken or name in MEDIA)]
+    return Columns(**found, others=tuple(others), wanted=tuple(dict.fromkeys([*taken, *others])))
+
+
+def media_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns, out of `names`, that hold images, videos or sounds."""
+    may_be = (*MEDIA, "image", "video", "audio")
+    return [name for name in may_be if name in names and not all(isinstance(row.get(name), str | None) for row in rows)]
+
+
+def is_of_gsm8k(names: Sequence[str], named: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a file has GSM8K's own form: only question and answer, and a marked number in each answer."""
+    return named == ColumnsConfig() and set(names) == set(GSM8K_COLUMNS) and all(map(is_gsm8k_row, rows))
+
+
+def gsm8k_question(row: Mapping[str, Any], index: int, where: str) -> Question:
+    """Return the question of a row of GSM8K's own files."""
+    made = gsm8k_row(row, index, where)
+    return Question(
+        messages=tuple(made["prompt"]), ground_truth=made["reward_model"]["ground_truth"], solution=row["answer"],
+        extra=made["extra_info"], source=made["data_source"],
+    )  # fmt: skip
+
+
+def make_question(row: Mapping[str, Any], columns: Columns, default_source: str, where: str) -> Question:
+    """Return the question of a row.
+
+    Args:
+        default_source: the source of rows without one.
+
+    Raises:
+        ConfigError: the row `where` has no prompt, or a value of the wrong type.
+    """
+    extra = _extra(row, columns, where)
+    reference = _value(row, columns.reference)
+    if columns.reference and reference in (None, _MISSING):
+        raise ConfigError(
+            f"{where}: {columns.reference} is {'null' if reference is None else 'missing'}. Give the answer that the "
+            "reward compares with, or leave the row out"
+        )
+    solution, source = _value(row, columns.solution), _value(row, columns.source)
+    return Question(
+        messages=_messages(_value(row, columns.prompt), columns.prompt, where),
+        ground_truth=None if reference is _MISSING else reference,
+        solution=solution if isinstance(solution, str) else "", extra=extra,
+        source=default_source if source in (None, "", _MISSING) else str(source),
+    )
+
+
+def _extra(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    for name in columns.others:
+        value = row.get(name)
+        if name not in EXTRA:
+            extra[name] = value
+            continue
+        if name == "info" and isinstance(value, str):  # as verifiers stores it
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{where}: info is text that is not JSON: {error}") from None
+        if value is not None and not isinstance(value, dict):
+            kind = "text" if isinstance(value, str) else type(value).__name__
+            raise ConfigError(
+                f"{where}: {name} must be a mapping, got {kind}: {str(value)[:120]!r}. Parse it, or leave it out"
+            )
+        extra |= value or {}
+    return extra
+
+
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, or _MISSING. `a.b` is the column of that name, or else the key b of column a."""
+    if column and column in row:
+        return row[column]
+    value: Any = row if column else _MISSING
+    for name in column.split(".") if column else ():
+        value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
+    return value
+
+
+def _messages(prompt: Any, column: str, where: str) -> tuple[dict[str, str], ...]:
+    messages = chat_messages(prompt, "user")
+    if messages is None:
+        got = None if prompt is _MISSING else prompt
+        raise ConfigError(
+            f"{where}: {column} must be text or a list of {{role, content}} messages, got {str(got)[:120]}"
+        )
+    if not any(message["content"].strip() for message in messages):
+        raise ConfigError(f"{where}: {column} must hold some text, got {str(prompt)[:120]}. Leave out rows without any")
+    return tuple(messages)
+
+
+def _holder(name: str, names: Sequence[str]) -> str:
+    """Return the column that holds `name`: the one of that whole name, or else of the name before the first dot."""
+    return name if name in names else name.partition(".")[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

@@ -18,10 +18,10 @@ from rollout_server.tasks.base import open_task
 
 
 class TrajectoryTexts:
-    """Fills in prompt_text, response_text and ground_truth of rows, by the configuration that the run has now.
+    """Fills in prompt_text, response_text and ground_truth of rows, with the newest configuration of the run.
 
     The journal has no ground truths, and a resume may have changed the task or the order of its questions. So a row
-    gets one only if its question stands where the task has it now.
+    gets a ground truth only if the task still has the row's question at the same place.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -30,10 +30,10 @@ class TrajectoryTexts:
         self._task = open_task(config, self._tokenizer)
         self._has_one_task = _num_tasks(run_dir) == 1
         self.num_without = 0
-        """The number of rows so far that have got no ground truth."""
+        """The number of rows without a ground truth so far."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Fill in the three columns; texts are None where the journal has no tokens any more."""
+        """Fill in the three columns. Texts are None if the journal has deleted the tokens."""
         prompt = self._task.prompt(row["prompt_index"])
         if self._is_of(row, prompt):
             truth = prompt.question.ground_truth
@@ -45,8 +45,10 @@ class TrajectoryTexts:
             row[text] = self._tokenizer.decode(row[tokens]) if tokens in row else None
 
     def _is_of(self, row: dict[str, Any], prompt: Prompt) -> bool:
-        """Whether a row answers a prompt: it has its tokens or, if these are gone or belong to an episode of turns, its
-        row of the data, in a run that had one task all the time.
+        """Return whether a row answers a prompt: both have the same prompt tokens.
+
+        If the tokens are gone, or the episode has turns, both must have the same row of the data, in a run that had the
+        same task all the time.
         """
         if row["data_row"] not in (-1, prompt.data_row):
             return False
@@ -56,9 +58,9 @@ class TrajectoryTexts:
 
 
 def _with_tokenizer(config: Config, own: Path) -> Config:
-    """Return `config` with a folder that holds the run's tokenizer as model.path.
+    """Return `config` with a folder that has the run's tokenizer as model.path.
 
-    It is `own`, the run's model, if that holds one: a copied run may have its model and not model.path.
+    `own`, the folder of the run's model, comes first: a copied run may have its model and not model.path.
     """
     if has_tokenizer(own):
         return resolve(config, {"model.path": str(own)})
@@ -75,7 +77,7 @@ def _with_tokenizer(config: Config, own: Path) -> Config:
 
 
 def _num_tasks(run_dir: Path) -> int:
-    """Return how many settings of questions and their order the run has had, before its resumes and now."""
+    """Return how many different tasks (questions and their order) the run and its resumes had."""
     found = set()
     for file in (run_dir / "config.yaml", *run_dir.glob("config.lineage_*.yaml")):
         settings = read_yaml(file.read_text(encoding="utf-8"))[0] or {}

@@ -161,7 +161,7 @@ def test_what_may_not_be_meant_is_a_caution(base: Config, model: Path, tmp_path:
         ("rollout.top_p", changed(base, rollout={"top_p": 0.9})),
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(
-            name="rollout_server.tasks.programs:Programs", reward="code", sandbox=sandbox
+            name="rollout_server.tasks.examples:Programs", reward="code", sandbox=sandbox
         ))),
     ):
         assert any(named in caution for caution in check_inputs(cautious)), named

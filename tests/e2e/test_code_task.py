@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_server.rewards.code.cases import read_cases
-from rollout_server.tasks.programs import Programs
+from rollout_server.tasks.examples import Programs
 from tests.kit.configs import changed, make_config
 from tests.kit.documents import run
 from tests.kit.engines.fakes import TOKENIZER
@@ -60,7 +60,7 @@ def test_the_model_learns_to_write_the_programs(tmp_path: Path) -> None:
 
 
 def test_the_questions_have_one_program_each_and_held_out_ones_are_others() -> None:
-    config = changed(make_config(), task={"name": "rollout_server.tasks.programs:Programs"}, eval={"num_prompts": 1000})
+    config = changed(make_config(), task={"name": "rollout_server.tasks.examples:Programs"}, eval={"num_prompts": 1000})
     task = Programs(config, TOKENIZER)
     train = [task.train_question(number) for number in range(task.num_prompts)]
     held_out = task.eval_questions()

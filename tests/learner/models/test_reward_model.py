@@ -27,7 +27,7 @@ from learner.loop.ranks import Ranks
 from learner.loop.updater import Updater
 from learner.models.reward_model import RewardModel, RewardRows
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.tasks.chat import prompt_text, prompt_tokens
+from rollout_server.tasks.base import prompt_text, prompt_tokens
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.config import ColumnsConfig
-from rollout_server.tasks.gsm8k_rows import INSTRUCTION
+from rollout_server.tasks.gsm8k import INSTRUCTION
 from tests.kit.data_files import opened, written
 
 GSM8K = {"question": "How many?", "answer": "1000 + 234 = 1234\n#### 1,234"}
@@ -27,13 +27,13 @@ def test_a_file_of_gsm8ks_own_form_is_told_with_the_instruction_that_is_added(tm
     assert "rows.jsonl" in caution and INSTRUCTION in caution and "task.columns" in caution
 
 
-@pytest.mark.parametrize(("rows", "told"), [
-    ([HEADING, PLAIN], ""), ([{"question": "?", "answer": "#### 7 apples"}], ""),
-    ([{"question": "?", "answer": "#### 7\nSo it is."}], ""), ([{"question": "?", "answer": "It is #### 7"}], ""),
-    ([GSM8K, PLAIN], "1 of 2 answers"), ([GSM8K | {"id": 3}], "column id"),
+@pytest.mark.parametrize("rows", [
+    [HEADING, PLAIN], [{"question": "?", "answer": "#### 7 apples"}],
+    [{"question": "?", "answer": "#### 7\nSo it is."}], [{"question": "?", "answer": "It is #### 7"}],
+    [GSM8K, PLAIN], [GSM8K | {"id": 3}],
 ], ids=["a-heading", "words-after", "not-the-end", "within-a-line", "some", "a-column"])
 def test_another_file_of_questions_and_answers_stays_as_it_is(
-    tmp_path: Path, rows: list[dict[str, Any]], told: str
+    tmp_path: Path, rows: list[dict[str, Any]]
 ) -> None:
     task = opened(written(tmp_path / "rows.jsonl", rows), shuffle=False)
     for i, row in enumerate(rows):
@@ -41,7 +41,8 @@ def test_another_file_of_questions_and_answers_stays_as_it_is(
         assert question.messages == ({"role": "user", "content": row["question"]},)
         assert (question.ground_truth, question.source) == (row["answer"], "rows")
         assert question.extra == ({"id": 3} if "id" in row else {})
-    assert [told in caution for caution in task.cautions[1:]] == ([True] if told else [])
+    (caution,) = task.cautions
+    assert "task.columns" in caution and INSTRUCTION not in caution
 
 
 def test_named_columns_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -50,4 +51,4 @@ def test_named_columns_are_taken_as_they_are(tmp_path: Path) -> None:
     assert task.prompt(0).question.ground_truth == GSM8K["answer"] and task.cautions == []
     some = opened(path, columns=ColumnsConfig(prompt="question"))
     assert some.prompt(0).question.ground_truth == GSM8K["answer"]
-    assert len(some.cautions) == 2  # the column that was guessed, and that it is not read as GSM8K's own
+    assert len(some.cautions) == 1  # the reference was guessed

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.tasks.letters import gold_reward
+from rollout_server.tasks.examples import gold_reward
 
 
 @pytest.mark.parametrize(("name", "answer", "gold"), [

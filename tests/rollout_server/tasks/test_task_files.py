@@ -15,7 +15,7 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
+from rollout_server.tasks.gsm8k import prepare_gsm8k
 from tests.kit.configs import make_config
 
 TOKENIZER = character_tokenizer()

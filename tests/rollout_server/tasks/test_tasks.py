@@ -15,7 +15,7 @@ from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.tasks.reasoning_gym_scorer import ReasoningGymScorer
+from rollout_server.tasks.reasoning_gym_task import ReasoningGymScorer
 from tests.kit.configs import make_config
 from tests.kit.tokenizers import tokenizer_of
 

@@ -32,7 +32,7 @@ def make_sft_model(config: Config) -> Path:
     config = pinned(config, ["sft.base", *DATA_KEYS])
     target = check_target("model.path", config.model.path, SFT)
     from learner.stages.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
-    from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
+    from rollout_server.episodes.demonstrations import Demonstrator, summary_of
     from rollout_server.tasks.base import Task, open_task
 
     recorded, config = config, located(config, ["sft.base"])

@@ -1,4 +1,4 @@
 """Conversations of several turns, with tokens exactly as they were generated.
-`players/` play a group, `conversation/` keeps its tokens, `agents/`, `environments/` and `tools/` are the other side.
-Workers, tasks and evaluations may import it.
+`player.py` and `multi_turn.py` play groups, `loop.py` one episode; `conversation/` keeps its tokens.
+Workers, tasks, rewards and evaluations may import it.
 """

@@ -1,18 +1,29 @@
 """The interface of environments, which give the model observations and reward its replies. `task.env` names one.
 
 An environment is made for one episode. Its methods are awaited one after the other, each with a time limit. They share
-the event loop with all other episodes, so they must not block it. The tasks that they create end with the episode; one
+the event loop with all other episodes, so they must not block it. Tasks that they create end with the episode. A task
 that serves several episodes needs a context of its own: asyncio.create_task(..., context=contextvars.Context()).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+from async_rl.base.seams import import_object
+from async_rl.base.types import Prompt
 from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.tools.tool import Tool
+from rollout_server.question import Question
+
+_KEY = "task.env"
+_GIVEN = ("question", "index", "seed")
+"""The arguments that an environment's constructor may name. All others are in `task.params`."""
+_METHODS = ("start", "step", "close")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +44,10 @@ class Env(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
-        """The tools that the model may call, known before `start`; an attribute of the class will do.
+        """The tools that the model may call, known before `start`. An attribute of the class will do.
 
-        A function is a tool as in `task.tools`. The episode calls the tools and shows the model the results; only
-        replies that call no tool, or a Tool without a function, are given to `step`.
+        A function is a tool as in `task.tools`. The episode calls the tools and shows the model the results. `step`
+        gets only replies that call no tool, or a Tool without a function.
         """
 
     async def start(self) -> Sequence[Message]:
@@ -46,4 +57,92 @@ class Env(Protocol):
         """Return the answer to a reply of the model, a message with `content` and, if it calls tools, `tool_calls`."""
 
     async def close(self) -> None:
-        """Release what the episode holds. It is called once, also after an error, a timeout or a cancelled call."""
+        """Release the episode's resources. It is called once, also after an error, a timeout or a cancelled call."""
+
+
+class QuestionEnv:
+    """A question with tools as an environment: it is done with the first reply that calls no tool.
+
+    It gives no reward. The reward function of the run scores the answers of a whole group, see `Episode.answer`.
+    """
+
+    def __init__(self, question: Question, tools: Sequence[Tool]) -> None:
+        self.tools = tools
+        self._question = question
+
+    async def start(self) -> list[Message]:
+        return [Message(role=said["role"], content=said["content"]) for said in self._question.messages]
+
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+MakeEnv = Callable[[Question | None, int, int], Env]
+"""Takes (question, index, seed) and returns a fresh environment.
+
+The question is the task's, or None if the run has only an environment. All episodes of a group have the same question
+and index, and different seeds. Held-out episodes have the indices -1, -2, ...
+"""
+
+
+def load_env(name: str, params: Mapping[str, Any] | None, has_questions: bool) -> MakeEnv:
+    """Return the function that makes environments of the class `name`.
+
+    Args:
+        params: the other arguments of the class (task.params). None: the class gets none, because with task.name they
+            belong to the task.
+        has_questions: whether the run has a task with questions.
+
+    Raises:
+        ConfigError: the class can't be imported, is no environment, or can't be called with these arguments.
+    """
+    found = import_object(name, _KEY)
+    if missing := [m for m in _METHODS if not inspect.iscoroutinefunction(getattr(found, m, None))]:
+        raise ConfigError(
+            f"{_KEY} {name!r} must be a class with the `async def` methods {', '.join(_METHODS)}, "
+            f"{', '.join(missing)} is not one: see rollout_server/episodes/env.py"
+        )
+    parameters, arguments = inspect.signature(found).parameters, params or {}
+    given = [argument for argument in _GIVEN if argument in parameters and argument not in arguments]
+    if "question" in given and not has_questions and parameters["question"].default is inspect.Parameter.empty:
+        raise ConfigError(f"{_KEY} {name!r} needs questions: set task.name or task.path")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(given), **arguments)
+    except TypeError as error:
+        others = (
+            "need defaults: with task.name, task.params are those of the task" if params is None else
+            f"come from task.params, got {dict(params)}"
+        )  # fmt: skip
+        raise ConfigError(
+            f"{_KEY} {name!r} can't be created: {error}. Its arguments are {', '.join(parameters) or 'none'}; "
+            f"{', '.join(_GIVEN)} are given, the others {others}"
+        ) from None
+
+    def make(question: Question | None, index: int, seed: int) -> Env:
+        values = {"question": question, "index": index, "seed": seed}
+        env: Env = found(**{argument: values[argument] for argument in given}, **arguments)
+        return env
+
+    return make
+
+
+def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
+    """Return the function that makes an environment of `task.env` for (a prompt of the run's task, a seed).
+
+    Raises:
+        ConfigError: the class can't be imported, is no environment, or can't be called with task.params.
+    """
+    task = config.task
+    has_questions = bool(task.name or task.path)
+    make = load_env(task.env, None if task.name else task.params, has_questions)
+
+    def open_env(prompt: Prompt, seed: int) -> Env:
+        question = prompt.question
+        if not has_questions:
+            return make(None, question.ground_truth, seed)
+        return make(question, -1 - prompt.index if prompt.is_held_out else prompt.index, seed)
+
+    return open_env

@@ -1,89 +1,68 @@
-"""An episode: its limits, how it ends, and what is left of it. Environments and agents play through `Attempt`.
-
-Whatever their code does (raise, hang, leave tasks behind), its episode ends and the fault is counted.
-"""
+"""An episode that has ended, its trainable rows, and the rows of a group of episodes for the learner."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from async_rl.base.errors import shown
+import numpy as np
+
 from async_rl.base.telemetry.metrics import Metric
-from async_rl.base.types import EpisodeEnd
-from rollout_server.episodes.conversation.messages import Message
-from rollout_server.episodes.conversation.rows import WholeRow
-from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
-from rollout_server.episodes.conversation.session import EpisodeOver, Session
-from rollout_server.episodes.tools.tool import ToolCounts
-from rollout_server.episodes.user_code.faults import Fault
-from rollout_server.episodes.user_code.time_limits import CANCEL_S, ForeignCode, OverdueError
+from async_rl.base.types import BoolArray, EpisodeEnd, EpisodeFacts, FloatArray, IntArray, Row
 
-CLOSE_S = 10.0
-"""The time limit of an environment's `close`."""
-MAX_ATTEMPTS = 2
-"""How often an episode is played if its environment or agent fails, each time with a fresh session."""
-
-END_S = SESSION_CLOSE_S + CLOSE_S + 4 * CANCEL_S
-"""How long an attempt may take to end after its time limit: the waits of `Attempt.run` for all that it cancels and
-closes.
-"""
+if TYPE_CHECKING:
+    from rollout_server.episodes.conversation.messages import Message
 
 End = Literal[EpisodeEnd, "failed"]
 ENDS: tuple[End, ...] = get_args(End)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """The time limits of an episode, and the reward of an episode that exceeds its own."""
+class WholeRow:
+    """One trainable row, prompt included. It has S >= 2 tokens, and the last one is trained."""
 
-    tool_s: float
-    """The time limit of one tool call."""
-    turn_s: float
-    """The time limit of one call of the environment; for an agent, of the time between a reply and its next request."""
-    episode_s: float
-    """The time limit of the whole episode."""
-    on_timeout: Literal["zero", "partial", "drop"] = "zero"
-    """The reward of an episode that ran out of time. zero: 0. partial: the reward of its turns. drop: it is dropped."""
-
-    @property
-    def longest_s(self) -> float:
-        """The time after which an episode has surely ended, all its attempts included."""
-        return MAX_ATTEMPTS * (self.episode_s + END_S)
+    tokens: IntArray  # [S]
+    logprobs: FloatArray  # [S] behaviour logprobs, 0 where the mask is False
+    versions: IntArray  # [S] token versions, non-decreasing. Other tokens have the version of the sampled one before
+    mask: BoolArray  # [S] True where the token is trained: the model sampled it, and no other row trains it
+    num_start_tokens: int
+    """The number of tokens before the first sampled one."""
+    turn_ends: tuple[int, ...]
+    """The position of the last token of each turn that this row trains."""
+    turn_rewards: tuple[float, ...]
+    """The reward of each turn that this row trains."""
+    finish_reason: str
+    """`stop` or `length`: why the last reply ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """An episode that has ended: its trainable rows, the model's last reply, the way it ended, and its metrics."""
+    """An episode that has ended."""
 
     rows: tuple[WholeRow, ...]
-    """Its trainable rows; empty if it failed, is dropped, or sampled no reply."""
+    """Its trainable rows. Empty if it failed, is dropped, or sampled no reply."""
     answer: str
     """The content of the model's last reply."""
     end: End
-    """done: the environment ended it, or it answers a question. length, turns: no room, or no turn was left. timeout:
-    see `error`. error: the agent raised because of what the model replied, and the reward is 0. failed: the environment
-    or the agent failed, and the episode has no rows."""
+    """done: the environment ended it, or it answers a question. length, turns: no room or no turn was left. timeout:
+    see `error`. error: the agent raised because of the model's reply, and the reward is 0. failed: the environment or
+    the agent failed, and the episode has no rows."""
     error: str = ""
-    """The reason for the end, in a sentence; empty if the episode is done."""
+    """Why the episode ended, as a sentence. Empty if it is done."""
     error_kind: str = ""
-    """Equal for errors of one class that were raised in one place, whatever their texts say."""
+    """Equal for errors of the same class and place, whatever their texts."""
     traceback: str = ""
-    """The traceback of what the environment or the agent raised."""
+    """The traceback of the environment's or the agent's error."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics with keys of `EPISODE_METRICS`, and the environment's as `env/<name>`. A question has none."""
+    """Metrics with the keys `EPISODE_METRICS`, and the environment's as `env/<name>`. Empty for a question."""
     messages: tuple[Message, ...] = ()
     """The conversation as the model saw it last, and its last reply."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """The scores by the names of the rewards, and their metrics; `env`: what the environment or the agent gave."""
+    """Scores and metrics by the name of the reward. `env`: the reward of the environment or the agent."""
     has_verdict: bool = True
-    """False: a reward gave no verdict on it, so that it has no rows."""
+    """False: a reward gave no verdict, so the episode has no rows."""
 
     @property
     def reward(self) -> float:
@@ -91,7 +70,7 @@ class Episode:
         return sum(reward for row in self.rows for reward in row.turn_rewards)
 
     def with_reward(self, reward: float, rewards: Mapping[str, float] = MappingProxyType({})) -> Episode:
-        """Return the episode with a reward added to its last turn, and with the `rewards` that it is made of."""
+        """Return the episode with `reward` added to its last turn, and with the parts of it in `rewards`."""
         *rows, last = self.rows
         *earlier, last_reward = last.turn_rewards
         last = replace(last, turn_rewards=(*earlier, last_reward + reward))
@@ -102,16 +81,17 @@ EPISODE_METRICS = (
     "turns", "tool_calls", "failed_tool_calls", "tool_s", "generate_s", "duration_s", "sampled_tokens",
     "observed_tokens", "timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls",
 )  # fmt: skip
-"""The metrics that every episode with turns has. `timeouts` counts overdue calls and an overdue episode, `failed`
+"""The metrics of every episode with turns. `timeouts` counts overdue calls and an overdue episode, `failed` counts
 attempts."""
 
 _SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", "dropped_rows")
-"""The metrics that count something rare: the log has their sum over a step, and the mean of the others."""
+"""Counts of rare things. The log has their sum over a step, and the mean of the other metrics."""
 
 
 def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
-    """Yield the metrics `episode/<name>` of all `episodes`, each given as its own metrics: a sum for rare counts,
-    else the mean. `episode/ended` is their number, the weight of the means over several steps.
+    """Yield the metrics `episode/<name>` of several episodes: the sum of rare counts, the mean of all others.
+
+    `episode/ended` is the number of episodes, the weight of the means over several steps.
     """
     if episodes:
         yield Metric("episode/ended", len(episodes), "sum")
@@ -126,159 +106,88 @@ def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]
             yield Metric(f"episode/{name}", sum(found) / len(found), weight=len(found))
 
 
-class EpisodeFailedError(Exception):
-    """An environment or an agent raised, or returned something wrong. The message says what and where.
+class GroupRows(NamedTuple):
+    """Four fields of `Group`, made of a group's episodes."""
 
-    The episode ends as `failed`, and is played once more.
-
-    Args:
-        fault: the exception that it raised.
-    """
-
-    end: End = "failed"
-
-    def __init__(self, message: str, fault: Fault | None = None) -> None:
-        super().__init__(message)
-        self.fault = fault
+    prompt_tokens: IntArray  # [P]
+    rows: tuple[Row, ...]
+    episodes: tuple[EpisodeFacts, ...]
+    left_out: tuple[str, ...]
 
 
-class ModelAtFaultError(EpisodeFailedError):
-    """An agent raised because of what the model replied. The episode ends as `error`: with its rows, and reward 0."""
-
-    end: End = "error"
-
-
-def finite(value: Any, what: str) -> float:
-    """Return a reward or a metric as a float.
-
-    Raises:
-        EpisodeFailedError: `value` is no finite number; the message names it by `what`.
-    """
-    try:
-        number = float(value)
-    except OverflowError:
-        raise EpisodeFailedError(f"{what} must be a finite number, got one beyond the range of a float") from None
-    except Exception:  # float runs the code of the value's class
-        raise EpisodeFailedError(f"{what} must be a number, got {shown(value)}") from None
-    if not math.isfinite(number):
-        raise EpisodeFailedError(f"{what} must be a finite number, got {number}")
-    return number
-
-
-async def first_success(attempt: Callable[[], Awaitable[Episode]]) -> Episode:
-    """Play an episode, and once more if its environment or agent fails; return the last attempt."""
-    num_failed = 0
-    while True:
-        episode = await attempt()
-        num_failed += episode.end == "failed"
-        if episode.end != "failed" or num_failed == MAX_ATTEMPTS:
-            return replace(episode, metrics={**episode.metrics, "failed": num_failed})
-
-
-class Attempt(ABC):
-    """One attempt to play an episode, with an environment or an agent, which a subclass has `play` and `close` for.
+def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: int) -> GroupRows:
+    """Return the rows of a group whose episodes have turns: the last `max_rows` rows of each episode.
 
     Args:
-        session: a fresh one. The attempt closes it.
+        episodes: at least one has rows. Episodes without rows are left out.
+        max_prompt_tokens: the most tokens of the group's prompt.
     """
-
-    def __init__(self, limits: EpisodeLimits, session: Session) -> None:
-        self.limits = limits
-        self.session = session
-        self.foreign = ForeignCode()
-        """Runs the code of the environment, its tools or the agent."""
-        self.metrics: dict[str, float] = {}
-        """The metrics of the environment."""
-        self.tool_counts = ToolCounts()
-
-    @abstractmethod
-    async def play(self) -> None:
-        """Play the episode; return when it is done.
-
-        Raises:
-            EpisodeOver, OverdueError, EpisodeFailedError, ModelAtFaultError: something else has ended it.
-        """
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close the environment, or end the agent's session. It is called in any case, with a time limit."""
-
-    async def run(self) -> Episode:
-        """Play within the time limit of the episode, close the session and the rest, and return the episode.
-
-        Raises:
-            AsyncRLError: the engine failed.
-        """
-        began_s = asyncio.get_running_loop().time()
-        end: End = "done"
-        error: tuple[str, str, str] | None = None
-        try:
-            async with asyncio.timeout(self.limits.episode_s) as limit:
-                await self.play()
-        except EpisodeOver as over:
-            end = "failed" if over.reason == "ended" else over.reason
-            error = _described(over)
-        except TimeoutError as overdue:
-            if not (limit.expired() or isinstance(overdue, OverdueError)):
-                raise
-            end = "timeout"
-            error = _described(
-                overdue, f"the episode took longer than {self.limits.episode_s:g} s (timeouts.episode_s)"
-            )
-        except EpisodeFailedError as failed:
-            end, error = failed.end, _described(failed)
-        finally:
-            num_leaked, close_error = await self._close()
-        duration_s = asyncio.get_running_loop().time() - began_s
-        said, kind, lines = error or close_error
-        return Episode(
-            rows=self._rows(end), answer=self.session.last_answer, end=end, error=said, error_kind=f"{end} {kind}",
-            traceback=lines, messages=self.session.last_messages,
-            metrics={
-                **self._metrics(duration_s, num_leaked, end),
-                **{f"env/{name}": value for name, value in self.metrics.items()},
-            },
-        )  # fmt: skip
-
-    async def _close(self) -> tuple[int, tuple[str, str, str]]:
-        """Close the session and the environment. Return (number of tasks left behind, the error of `close`)."""
-        error = ("", "", "")
-        await self.session.close()
-        await self.foreign.end_cancelled_calls()
-        try:
-            await self.foreign.call(self.close, CLOSE_S, "the environment's close")
-        except Exception as raised:
-            fault = Fault.of(raised)
-            error = _described(EpisodeFailedError(f"the environment's close raised {fault}", fault))
-        return await self.foreign.end_created_tasks(), error
-
-    def _rows(self, end: End) -> tuple[WholeRow, ...]:
-        rows = self.session.rows()
-        if not rows or end == "failed" or (end == "timeout" and self.limits.on_timeout == "drop"):
-            return ()
-        if end == "error" or (end == "timeout" and self.limits.on_timeout == "zero"):
-            rows = [replace(row, turn_rewards=(0.0,) * len(row.turn_rewards)) for row in rows]
-        if end not in ("done", "error"):
-            rows[-1] = replace(rows[-1], finish_reason="timeout" if end == "timeout" else "length")
-        return tuple(rows)
-
-    def _metrics(self, duration_s: float, num_leaked: int, end: End) -> dict[str, float]:
-        session, tools = self.session, self.tool_counts
-        values = (
-            session.num_turns, tools.calls, tools.failed, tools.tool_s, session.generate_s, duration_s,
-            session.num_sampled_tokens, session.num_observed_tokens, tools.timeouts + (end == "timeout"), 0,
-            session.counts.rewritten, num_leaked, self.foreign.num_given_up,
-        )  # fmt: skip
-        return dict(zip(EPISODE_METRICS, values, strict=True))
+    played = [episode for episode in episodes if episode.rows]
+    kept = [_last_rows(episode.rows, max_rows) for episode in played]
+    num_prompt = num_shared_tokens([row for rows in kept for row in rows], max_prompt_tokens)
+    rows = tuple(
+        row for episode, rows in zip(played, kept, strict=True) for row in _rows(rows, num_prompt, episode.rewards)
+    )
+    facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(played, kept, strict=True))
+    return GroupRows(kept[0][0].tokens[:num_prompt], rows, facts, _left_out(episodes))
 
 
-def _described(error: Exception, default: str = "") -> tuple[str, str, str]:
-    """Return (what an error says or `default`, its kind, the traceback of the user's code that raised it or "").
+def _left_out(episodes: Sequence[Episode]) -> tuple[str, ...]:
+    return tuple(episode.error for episode in episodes if not episode.rows)
 
-    The kind holds the places in this package that it came through, and class and place of what the user's code raised.
+
+def _last_rows(rows: Sequence[WholeRow], max_rows: int) -> Sequence[WholeRow]:
+    """Return the last `max_rows` rows. Rewards of the other rows are added to the first turn that is kept."""
+    dropped, (first, *rest) = rows[:-max_rows], rows[-max_rows:]
+    earned = sum(reward for row in dropped for reward in row.turn_rewards)
+    reward, *later = first.turn_rewards
+    return [replace(first, turn_rewards=(reward + earned, *later)), *rest]
+
+
+def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:
+    """Return the rows of a group without turns: the answer of each episode to the question `prompt_tokens`."""
+    rows = (
+        _row(row, len(prompt_tokens), row.turn_rewards[0], episode.rewards)
+        for episode in episodes for row in episode.rows
+    )
+    return GroupRows(prompt_tokens, tuple(rows), (), _left_out(episodes))
+
+
+def _rows(rows: Sequence[WholeRow], num_prompt: int, rewards: Mapping[str, float]) -> Iterator[Row]:
+    """Yield the rows of one episode. Each has the episode's reward, the sum over all turns."""
+    reward = float(sum(reward for row in rows for reward in row.turn_rewards))
+    for row in rows:
+        ends = tuple(end - num_prompt for end in row.turn_ends)
+        yield _row(row, num_prompt, reward, rewards, ends, row.turn_rewards)
+
+
+def _row(
+    row: WholeRow, num_prompt: int, reward: float, rewards: Mapping[str, float],
+    turn_ends: tuple[int, ...] = (), turn_rewards: tuple[float, ...] = (),
+) -> Row:
+    return Row(
+        tokens=row.tokens[num_prompt:], logprobs=row.logprobs[num_prompt:], versions=row.versions[num_prompt:],
+        mask=row.mask[num_prompt:], reward=reward, finish_reason=row.finish_reason,
+        rewards=rewards, turn_ends=turn_ends, turn_rewards=turn_rewards,
+    )  # fmt: skip
+
+
+def _facts(episode: Episode, num_rows: int) -> EpisodeFacts:
+    values, prefix = episode.metrics, "env/"
+    return EpisodeFacts(
+        rows=num_rows, turns=int(values["turns"]), tool_calls=int(values["tool_calls"]),
+        generate_s=values["generate_s"], tool_s=values["tool_s"], duration_s=values["duration_s"], end=episode.end,
+        metrics={key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)},
+        error=episode.error,
+    )  # fmt: skip
+
+
+def num_shared_tokens(rows: Sequence[WholeRow], max_tokens: int) -> int:
+    """Return the length of a group's prompt: the longest common start of its rows without a sampled token.
+
+    It is at most `max_tokens`. Later tokens that were not sampled are in each row's response, where they are masked.
     """
-    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
-    fault = error.fault if isinstance(error, EpisodeFailedError) else None
-    if fault is None:
-        return str(error) or default, " ".join(places), ""
-    return str(error), f"{' '.join(places)} {fault.name} {fault.at}", fault.traceback
+    length = min([max_tokens, *(row.num_start_tokens for row in rows)])
+    columns = np.stack([row.tokens[:length] for row in rows])
+    differs = (columns != columns[0]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else length

@@ -16,7 +16,7 @@ from typing import Any
 
 from async_rl.base.cores import usable_cores
 from async_rl.base.errors import RewardError, WaitTimeoutError, first_error, raised_at
-from rollout_server.episodes.user_code.time_limits import ForeignCode, OverdueError
+from rollout_server.episodes.user_code import ForeignCode, OverdueError
 
 MAX_THREADS = 32
 MAX_TASKS = 256

@@ -21,7 +21,7 @@ from async_rl.base.errors import ConfigError, RewardError, first_error, shown
 from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 from async_rl.base.telemetry.metrics import Metric
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.user_code.time_limits import ForeignCode
+from rollout_server.episodes.user_code import ForeignCode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict

@@ -23,7 +23,7 @@ from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import IntArray, Prompt
 from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply, StopTexts
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.players.player import open_player
+from rollout_server.episodes.player import Player, SingleTurnPlayer
 from rollout_server.rewards.base import NamedReward
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.tasks.base import Task
@@ -60,11 +60,20 @@ class ScoredPlayer:
         self._config = config
         self._stop = StopTexts(config.rollout.stop, tokenizer) if config.rollout.stop else None
         log_file = (logs or config.run_dir / "logs") / f"agent-{index}.log"
-        self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
+        self._player = self._open_player(tokenizer, log_file)
         self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
         self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None
         self._gold = Scoring(config, gold, self.stats.waiting) if gold else None
         self._evaluation = Evaluation(config, self.play, task, self.stats, self._gold_rewards if gold else None)
+
+    def _open_player(self, tokenizer: Any, log_file: Path) -> Player:
+        if not self._config.task.has_turns:
+            return SingleTurnPlayer(tokenizer, self._generate)
+        from rollout_server.episodes.multi_turn import MultiTurnPlayer
+
+        return MultiTurnPlayer(
+            self._config, tokenizer, self._generate, self.engine.url, log_file, self.stats.waiting
+        )
 
     async def play(self, request: GenerationRequest) -> list[Episode]:
         """Play the episodes of a request, score them, and return them with rewards, unless the environment gave all.

@@ -31,8 +31,7 @@ from async_rl.base.types import Group, Prompt, Slot
 from buffer.client import WorkerClient
 from buffer.flat_groups import most_of_one_reward
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
+from rollout_server.episodes.episode import Episode, GroupRows, group_rows, question_rows
 from rollout_server.worker.scored_player import ScoredPlayer
 from rollout_server.worker.worker_stats import FlatRewards
 

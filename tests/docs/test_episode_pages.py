@@ -19,19 +19,16 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.cli import main
 from async_rl.run.before_start.dry_run import dry_run
-from rollout_server.episodes.agents.agent_process import AgentProcess
-from rollout_server.episodes.agents.agent_runner import AgentRunner
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.agents import AgentProcess, AgentRunner, load_agent
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.conversation.session import Session, SessionLimits
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.demonstrations import load_oracle
-from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.load import load_agent, load_env
-from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.demonstrations import load_oracle
+from rollout_server.episodes.env import QuestionEnv, load_env
+from rollout_server.episodes.episode import Episode, WholeRow
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.tools.tool import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k

@@ -15,7 +15,7 @@ from buffer.stored_group import DROP_REASONS
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
-from rollout_server.episodes.user_code.time_limits import in_thread
+from rollout_server.episodes.user_code import in_thread
 from tests.kit.assembled import run_assembled
 from tests.kit.engines.in_thread import EngineInThread
 

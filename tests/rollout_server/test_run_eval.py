@@ -17,8 +17,7 @@ from async_rl.base.telemetry.metrics import reduce_metrics
 from async_rl.base.types import Prompt
 from async_rl.cli import main
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.episodes.conversation.rows import WholeRow
-from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.episode import Episode, WholeRow
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.scored_player import (
     Evaluation,

@@ -117,7 +117,7 @@ def test_an_agents_own_process_finds_what_was_sent_first(folder: Path) -> None:
     sent.mkdir(parents=True)
     (sent / "agent.py").write_text("def play(): ...")
     (folder / "agent.py").write_text("raise RuntimeError('an outdated file')")
-    program = Path(PROJECT) / "rollout_server" / "episodes" / "user_code" / "agent_host.py"
+    program = Path(PROJECT) / "rollout_server" / "episodes" / "agent_host.py"
     done = subprocess.run(
         [sys.executable, str(program), "agent:play"], input="", capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": str(sent)},

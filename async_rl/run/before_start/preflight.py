@@ -257,7 +257,7 @@ def _check_task(task: Task, has_questions: bool) -> list[str]:
 
 def _check_episodes(config: Config) -> None:
     """Check the environment, agent or tools, and that the model's chat template can be extended turn by turn."""
-    from rollout_server.episodes.players.player import MultiTurnPlayer
+    from rollout_server.episodes.multi_turn import MultiTurnPlayer
 
     def generate(request: object) -> NoReturn:
         raise AssertionError("a check generates nothing")

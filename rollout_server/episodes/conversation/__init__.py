@@ -1,4 +1,4 @@
-"""The tokens of a conversation: rendering of messages, parsing of replies and calls, and the rows for training.
-`session.py` keeps one conversation.
+"""The tokens of a conversation: `rendering.py` makes them of messages, `reply_reader.py` reads messages from them.
+`session.py` keeps the tokens of one conversation.
 Players and agents import it.
 """

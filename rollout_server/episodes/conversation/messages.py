@@ -1,4 +1,4 @@
-"""The messages of a conversation, in the format of OpenAI's chat completions, and digests to compare conversations."""
+"""The messages of a conversation in the format of OpenAI's chat completions, and digests to compare conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Schema = dict[str, Any]
 
 
 class FunctionCall(TypedDict):
-    """The function that a tool call names, and its arguments as JSON text."""
+    """The name of a called tool, and its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -34,13 +34,13 @@ class Message(TypedDict, total=False):
     content: Required[str]
     tool_calls: list[ToolCall]
     tool_call_id: str
-    """The id of the call that a message with the role `tool` answers."""
+    """Of a message with the role `tool`: the id of the call that it answers."""
     name: str
-    """The name of the tool whose result this message holds."""
+    """Of a message with the role `tool`: the tool's name."""
 
 
 ROLES = ("system", "user", "assistant", "tool")
-"""The roles of messages. `developer`, OpenAI's newer name of `system`, is read as that."""
+"""The roles of messages. `developer`, OpenAI's newer name of `system`, is read as `system`."""
 
 
 def user(text: str) -> Message:
@@ -49,11 +49,10 @@ def user(text: str) -> Message:
 
 
 def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
-    """Return the messages of an agent or environment with all content as one text, also of null and lists of parts.
+    """Return the messages of an agent or environment with all content as one text, also null and lists of parts.
 
     Raises:
-        ValueError: a message has no role or one that is not in ROLES, content that is not text, or malformed calls of
-            tools.
+        ValueError: a message has a role that is not in ROLES, content that is not text, or malformed tool calls.
     """
     plain: list[Message] = []
     for position, message in enumerate(messages):
@@ -86,7 +85,7 @@ def _plain_text(content: Any, position: int) -> str:
 
 
 def _part_text(part: Any, position: int) -> str:
-    """Return the text of one part of a message's content: of a `text` part, or of a `refusal` of the assistant's."""
+    """Return the text of one part of a message's content, which is a `text` or an assistant's `refusal`."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if isinstance(text, str):
@@ -117,15 +116,15 @@ def _tool_call(call: Any, position: int) -> ToolCall:
 
 
 def tools_text(tools: Sequence[Schema]) -> str:
-    """Return the descriptions of tools as short JSON text, the same text for equal descriptions."""
+    """Return the descriptions of tools as short JSON text. Equal descriptions give the same text."""
     return json.dumps(list(tools), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
-    """Return the digest of the first n messages for each n = 0..len(messages).
+    """Return the digests of the first n messages for n = 0..len(messages).
 
-    Equal digests mean the same conversation with the same tools. Agents change ids, drop `name` and reasoning, strip
-    replies, and write the JSON of arguments in their own way, so none of these counts.
+    Equal digests mean the same conversation with the same tools. Ids, `name`, white space around replies and the
+    spelling of arguments in JSON do not count, because agents change them.
     """
     digests = [_digest(b"", [tools_text(tools)])]
     for message in messages:
@@ -134,7 +133,7 @@ def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list
 
 
 def extended_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of the conversation that has the digest `digest`, extended by one message."""
+    """Return the digest of a conversation with the digest `digest`, extended by one message."""
     return _digest(digest, _identity(message))
 
 

@@ -1,9 +1,9 @@
-"""Renders messages to tokens, only ever the new ones, so that no token of a conversation is made again from text.
+"""Renders messages to tokens, and only the new ones, so that no token of a conversation is made again from text.
 
-The text that a chat template writes after a reply does not depend on what stood before the reply. So the new messages
-are rendered behind a made-up reply, and what follows it is kept. `TurnRenderer` checks this property for its template.
-It checks it with replies without calls only. DeepSeek's templates mark the begin of results once in a conversation;
-here each round of calls is written as the first one is, when the model samples as when it learns.
+The text that a chat template writes after a reply does not depend on the messages before the reply. So the new messages
+are rendered after a made-up reply, and the text that follows it is kept. `TurnRenderer` checks this property of its
+template, with replies without calls. DeepSeek's templates are an exception: they mark the start of tool results only
+once in a conversation. Here each round of calls is written like the first, in sampling and in training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REPLY = "\u2402reply\u2402"
 _PROBE = "qzq"
 """The content of the messages with which a template is checked."""
 NUM_CACHED_STARTS = 256
-"""Starts that are kept, because the episodes of a group begin with the same messages."""
+"""The size of the cache of first messages, which the episodes of a group share."""
 LARGE_CHARACTERS = 100_000
-"""A text of this length takes some 0.1 s to tokenize. Longer ones are rendered in a thread, and are not kept."""
+"""A text of this length takes some 0.1 s to tokenize. Longer ones are rendered in a thread, and not cached."""
 _PROBE_TOOL: Schema = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -38,19 +38,19 @@ _PROBE_TOOL: Schema = {
 
 
 class TurnRenderer:
-    """Renders the start of a conversation, and what comes between one reply and the next.
+    """Renders the start of a conversation, and the messages between one reply and the next.
 
-    The texts of special tokens are removed from all messages: whoever writes them did not sample them, and a tool's
-    output must not be able to end its own message. Some models mark roles with added tokens that are not special: those
-    that the template writes around messages are removed from all but the model's replies, and those that it knows at
-    all, like `<tool_call>`, from the results of tools too.
+    Texts of special tokens are removed from all messages, so that, for example, a tool's output can't end its own
+    message. Some models mark roles with added tokens that are not special. Those that the template writes around
+    messages are removed from all messages but the model's replies. Results of tools lose all added tokens that the
+    template contains, such as `<tool_call>`.
 
     Args:
         end_tokens: the tokens that end a reply.
-        settings: further arguments of the chat template, task.chat_template_kwargs.
+        settings: further arguments of the chat template (task.chat_template_kwargs).
 
     Raises:
-        ConfigError: the template writes a user message differently when the conversation before it differs.
+        ConfigError: the template writes a user message differently if the conversation before it differs.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class TurnRenderer:
         self._end_tokens = frozenset(end_tokens)
         self._start = lru_cache(maxsize=NUM_CACHED_STARTS)(self._encoded_start)
         self._starting: dict[str, asyncio.Task[array[int]]] = {}
-        """The large starts that are being rendered, which the episodes of a group wait for together."""
+        """The large starts that are being rendered. The episodes of a group wait for one together."""
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special}
         known = {str(token) for token in added if str(token) in (tokenizer.chat_template or "") and _is_mark(token)}
         self._removed: dict[str, re.Pattern[str] | None] = dict.fromkeys(ROLES, _any_of(special))
-        """The texts that are removed from the messages of each role."""
+        """The texts to remove from the messages of each role."""
         written = self._text_around_messages()
         marks = {text for text in known if text in written}
         for role in ("system", "user"):
@@ -74,7 +74,7 @@ class TurnRenderer:
         self._removed["tool"] = _any_of(special | known)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.roles = frozenset(role for role in ("user", "tool", "system") if self._can_append(role))
-        """The roles of messages that can be appended exactly. Others need the conversation to be rendered anew."""
+        """The roles of messages that can be appended exactly. Other messages make the conversation be rendered anew."""
         if "user" not in self.roles:
             raise ConfigError(
                 "the chat template writes a user message differently when the conversation before it differs, or "
@@ -85,15 +85,15 @@ class TurnRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template. Without one messages are lines of plain text, without tools."""
+        """Whether the tokenizer has a chat template. Without one, messages are lines of text, without tools."""
         return bool(self._tokenizer.chat_template)
 
     def fits(self, messages: Sequence[Message], tools: Sequence[Schema], max_tokens: int) -> bool:
-        """Return False if messages and tools are certainly longer than `max_tokens`, without tokenizing them."""
+        """Return False if messages and tools are surely longer than `max_tokens`. Nothing is tokenized."""
         return _num_characters(messages) + len(tools_text(tools)) <= max_tokens * self._longest_token
 
     def start(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the tokens of a whole conversation, up to and including the template's text that opens a reply.
+        """Return the tokens of a whole conversation, including the template's text that opens a reply.
 
         Raises:
             ValueError: the template refuses the messages, or there are tools and no template.
@@ -101,7 +101,7 @@ class TurnRenderer:
         return list(self._start(json.dumps([list(messages), list(tools)])))
 
     async def start_async(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the same as `start`. A large text is rendered in a thread, once for all who want it at the same time.
+        """Return the same as `start`. A large text is rendered in a thread, once for simultaneous callers.
 
         Raises:
             ValueError: the template refuses the messages, or there are tools and no template.
@@ -133,7 +133,7 @@ class TurnRenderer:
     def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the sampled `reply` and the next one.
 
-        These are the end of the reply, if it was cut off before one, the messages, and the text that opens a reply.
+        These are the reply's end, if the reply was cut off, the messages, and the text that opens a reply.
 
         Raises:
             ValueError: the template refuses the messages, or one has a role that can't be appended.
@@ -202,10 +202,9 @@ class TurnRenderer:
         return [_cleaned(message, self._removed[message["role"]]) for message in messages]
 
     def _text_around_messages(self) -> str:
-        """Return what the template writes around messages of each role, where it knows the role.
+        """Return the text that the template writes around messages of each role that it knows.
 
-        It does not open a reply, because some templates begin the model's thinking there, and a prompt may quote that
-        text.
+        It does not open a reply: some templates begin the model's thinking there, and a prompt may quote that text.
         """
         made_up = Message(role="assistant", content=_REPLY)
         result = Message(role="tool", content=_PROBE, tool_call_id="call00000", name="f")
@@ -216,7 +215,7 @@ class TurnRenderer:
         return "".join(texts)
 
     def _can_append(self, role: str) -> bool:
-        """Return whether the template writes one or two messages of this role after a reply, whatever stood before."""
+        """Return whether the text of one or two messages of this role does not depend on the conversation before."""
         message = Message(role=role, content=_PROBE)
         if role == "tool":
             message["tool_call_id"], message["name"] = "call00000", "f"
@@ -231,16 +230,16 @@ class TurnRenderer:
         return True
 
     def _texts_elsewhere(self, messages: Sequence[Message]) -> Iterator[str]:
-        """Yield the texts that the template writes for these messages after a longer conversation, and with a tool."""
+        """Yield the template's text of these messages after a longer conversation, and the same with a tool."""
         before = (user("b"), Message(role="assistant", content="c"))
         yield self._text_after_reply(messages, before)
         with suppress(ValueError):  # the template knows no tools
             yield self._text_after_reply(messages, before, [_PROBE_TOOL] if self.has_template else ())
 
     def _common_start(self) -> list[int]:
-        """Return the tokens that follow a reply whatever comes next: its end, and in some templates a line feed.
+        """Return the tokens that always follow a reply: its end, and in some templates a line feed.
 
-        In templates whose end tokens also name the next role (GLM) there are none.
+        There are none in templates whose end tokens also name the next role (GLM).
         """
         options = [[Message(role=role, content=_PROBE)] for role in self.roles] + [[]]
         starts: list[list[int]] = []
@@ -254,25 +253,24 @@ class TurnRenderer:
 
 
 def _num_characters(messages: Sequence[Message]) -> int:
-    """Return a length that the text of the messages certainly has; a message without content still has its line's
-    end."""
+    """Return a lower limit of the length of the messages' text. A message without content still has a line end."""
     calls = (call for message in messages for call in message.get("tool_calls", ()))
     length = sum(1 + len(message["content"]) for message in messages)
     return length + sum(len(call["function"]["arguments"]) for call in calls)
 
 
 def _is_mark(token: Any) -> bool:
-    """Return whether an added token can be a mark of a template, and is no word and no white space of other texts."""
+    """Return whether an added token can be a template's mark: it is no word and no white space."""
     return len(str(token)) > 2 and not str(token).isalnum() and not str(token).isspace()
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return the pattern of any of these texts, the longest first; None if there are none."""
+    """Return a pattern that matches any of these texts, the longest first, or None if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
 
 def _cleaned(value: Any, removed: re.Pattern[str] | None) -> Any:
-    """Return a message, or a part of one, with a space in place of each text that is `removed`."""
+    """Return a message, or a part of one, with each text that is `removed` replaced by a space."""
     if isinstance(value, str):
         text = value.encode("utf-8", "replace").decode()  # JSON may hold halves of characters, tokenizers don't
         # A space takes its place, so that a removal can't join two parts into another mark.

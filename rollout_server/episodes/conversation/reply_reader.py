@@ -1,8 +1,10 @@
 """Reads sampled tokens as a message: the text, and the tool calls in the format of the model's family.
 
-The two formats of JSON calls are read in this process, so that they work with every engine, and a call that can't be
-read is answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its
-name>`, or by a function of the user's, `rollout.tool_parser: module:name`.
+The two formats of JSON calls, hermes and llama3, are read in this process. So they work with every engine, and the
+model is told of a call that can't be read. Other formats are read by a parser of the SGLang server
+(`rollout.tool_parser: <its name>`) or by the user's function (`rollout.tool_parser: module:name`).
+
+Reading must take linear time: a model can sample any text.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import json
 import logging
+import re
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,30 +25,31 @@ import aiohttp
 from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.base.seams import import_object
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.call_formats import FORMATS, format_of, read_call
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
-from rollout_server.episodes.user_code.faults import error_text
+from rollout_server.episodes.user_code import error_text
 
 NUM_PARSE_ATTEMPTS = 4
-"""How often an SGLang server is asked to read a reply, before it counts as lost."""
+"""How often an SGLang server is asked to read a reply before it counts as lost."""
 _SAME = {"qwen": "hermes", "qwen25": "hermes"}
-"""Further names of SGLang's for these formats."""
+"""SGLang's further names of these formats."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A reply's text before its first call, its calls, and a description of each call that can't be read."""
+    """What a parser found in a reply."""
 
     content: str
+    """The text before the first call."""
     calls: tuple[tuple[str, str], ...] = ()
     """(name, arguments as JSON text)"""
     errors: tuple[str, ...] = ()
+    """A description of each call that can't be read."""
 
 
 ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed] | Parsed]
-"""Takes the text of a reply and the tools that it may call; returns the text and calls that it holds. A user's may be a
-`def` or an `async def`, and must not block."""
+"""Takes (the text of a reply, the tools that it may call). A user's may be a `def` or an `async def`, and must not
+block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class ReplyReader:
     """Reads the sampled tokens of a reply as a message with its tool calls.
 
     Args:
-        parse: reads tool calls; not used for replies that may call no tool.
+        parse: reads tool calls. It is not called for replies that may call no tool.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int], parse: ParseCalls | None) -> None:
@@ -67,17 +72,17 @@ class ReplyReader:
         self._end_tokens = frozenset(end_tokens)
         self._parse = parse
         self._told: set[str] = set()
-        """The errors of the parser that the log has, each by its kind and place."""
+        """Class and place of the parser's errors that were logged."""
         self.notes: list[str] = []
         """Lines for the console, one for each of these errors."""
 
     @property
     def reads_calls(self) -> bool:
-        """Whether there is a parser of the model's tool calls; without one, all of a reply is text."""
+        """Whether there is a parser of tool calls. Without one, a reply is only text."""
         return self._parse is not None
 
     def cut(self, reply: SampledReply, stop: Sequence[str]) -> SampledReply:
-        """Return the reply up to the first token that completes one of the texts `stop`; all of it if none does."""
+        """Return the reply up to the first token that completes one of the texts `stop`, or all of it."""
         tokens = reply.tokens.tolist()
 
         def is_complete(length: int) -> bool:
@@ -93,7 +98,7 @@ class ReplyReader:
         )  # fmt: skip
 
     async def read(self, tokens: Sequence[int], tools: Sequence[Schema], stop: Sequence[str] = ()) -> ReadMessage:
-        """Return the reply as a message, whose text ends before a text of `stop`."""
+        """Return the reply as a message. Its text ends before the first text of `stop`."""
         read = await self._read(tokens, tools)
         content = read.message["content"]
         ends = [content.index(part) for part in stop if part in content]
@@ -116,10 +121,10 @@ class ReplyReader:
         return ReadMessage(message, parsed.errors)
 
     async def _parsed(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return what the parser reads; if it raises on the reply or returns something else, that is a call's error.
+        """Return what the parser reads. If it fails on the reply, that is an error of a call, which the model reads.
 
         Raises:
-            AsyncRLError: the server that has the parser does not answer, or refuses to read replies.
+            AsyncRLError: the server with the parser does not answer, or refuses to read replies.
         """
         assert self._parse is not None
         try:
@@ -140,28 +145,24 @@ class ReplyReader:
 
 
 def _checked(parsed: Any) -> Parsed:
-    """Return what a parser has read, with the content None, which OpenAI has beside calls, as no text.
+    """Return what a parser has read, with the content None, as OpenAI writes it next to calls, as "".
 
     Raises:
-        TypeError: it is not what a parser must return.
+        TypeError: a parser must not return this.
     """
-    if not isinstance(parsed, Parsed):
-        raise TypeError(f"a parser must return a Parsed of {__name__}, got {parsed!r:.200}")
-    content = "" if parsed.content is None else parsed.content
-    if not isinstance(content, str):
-        raise TypeError(f"the content of a Parsed must be text, got {content!r:.200}")
-    if not isinstance(parsed.calls, tuple | list) or not all(map(_is_pair, parsed.calls)):
-        raise TypeError(
-            "the calls of a Parsed must be pairs of texts, the name and the arguments as JSON text, got "
-            f"{parsed.calls!r:.200}"
-        )
-    if not isinstance(parsed.errors, tuple | list) or not all(isinstance(error, str) for error in parsed.errors):
-        raise TypeError(f"the errors of a Parsed must be a tuple of texts, got {parsed.errors!r:.200}")
-    return Parsed(content, tuple(parsed.calls), tuple(parsed.errors))
+    if isinstance(parsed, Parsed):
+        content, calls = "" if parsed.content is None else parsed.content, parsed.calls
+        are_pairs = isinstance(calls, tuple | list) and all(_are_texts(call) and len(call) == 2 for call in calls)
+        if isinstance(content, str) and are_pairs and _are_texts(parsed.errors):
+            return Parsed(content, tuple(calls), tuple(parsed.errors))
+    raise TypeError(
+        f"a parser must return a Parsed of {__name__} with a text as content, pairs of texts as calls, and texts as "
+        f"errors, got {parsed!r:.200}"
+    )
 
 
-def _is_pair(call: Any) -> bool:
-    return isinstance(call, tuple | list) and len(call) == 2 and all(isinstance(part, str) for part in call)
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(text, str) for text in value)
 
 
 def json_calls(text: str, format_name: str) -> Parsed:
@@ -183,12 +184,12 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
 
     Args:
         name: rollout.tool_parser.
-        server_url: the engine's address. Empty, if the engine has no parsers of its own.
-        headers: of requests to the engine.
+        server_url: the engine's address, or "" if the engine has no parsers.
+        headers: HTTP headers of requests to the engine.
 
     Raises:
-        ConfigError: there is no parser `name`, it can't be imported or called with a text and tools, or without a name
-            the template has none of the known formats.
+        ConfigError: there is no such parser, it can't be imported or called with (text, tools), or `name` is "" and the
+            template has no known format.
     """
     if ":" in name:
         parser: ParseCalls = import_object(name, "rollout.tool_parser")
@@ -213,7 +214,7 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
 
 @dataclass(frozen=True, slots=True)
 class JsonParser:
-    """Reads tool calls in the format `hermes` or `llama3` in this process, without a server."""
+    """Reads tool calls in the format `hermes` or `llama3` in this process."""
 
     format_name: str
 
@@ -223,7 +224,7 @@ class JsonParser:
 
 @dataclass(frozen=True, slots=True)
 class ServerParser:
-    """Has an SGLang server read the calls with its parser `name`, e.g. deepseekv3, glm45, kimi_k2, qwen3_coder."""
+    """Lets an SGLang server read the calls with its parser `name`: deepseekv3, glm45, kimi_k2, qwen3_coder, ..."""
 
     url: str
     name: str
@@ -234,7 +235,7 @@ class ServerParser:
     """The time between two attempts."""
 
     async def __call__(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return the text and calls that the server reads in the reply `text`; an error if it left out all calls.
+        """Return the text and calls that the server reads in a reply, or an error if it leaves out all calls.
 
         Raises:
             ValueError: the parser failed on this text.
@@ -256,7 +257,7 @@ class ServerParser:
         return Parsed(text, errors=("the reply has a tool call that is malformed, or of a tool that there is not",))
 
     async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the server's answer; while it is slow or refuses connections, ask NUM_PARSE_ATTEMPTS times."""
+        """Return the server's answer. If it is slow or refuses connections, ask up to NUM_PARSE_ATTEMPTS times."""
         errors: list[Exception] = []
         while len(errors) < NUM_PARSE_ATTEMPTS:
             if errors:
@@ -271,7 +272,7 @@ class ServerParser:
         ) from errors[-1]
 
     async def _check_known(self, body: dict[str, Any]) -> None:
-        """Check that the parser reads an empty text: SGLang answers a name that it does not know as it does a text."""
+        """Check that the parser reads an empty text: SGLang answers HTTP 500 also to an unknown name of a parser."""
         try:
             await self._read(body | {"text": ""})
         except ValueError as error:
@@ -294,3 +295,115 @@ class ServerParser:
                 )
             read: dict[str, Any] = await reply.json()
             return read
+
+
+THINK, END_OF_THINKING = "<think>", "</think>"
+"""The marks around the model's thinking, where calls do not count. Some chat templates write the first mark, so a reply
+may begin within thinking."""
+_CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
+"""The marks around a call of Qwen 2.5, Qwen 3 and Hermes. The last call may lack its end mark."""
+_MARK = re.compile(f"{THINK}|{END_OF_THINKING}|{_CALL}")
+_PYTHON_TAG = "<|python_tag|>"
+"""The mark before a call of Llama, which the model may leave out."""
+_SEPARATOR = re.compile(r"\s*;?\s*")
+"""The end of a call of Llama. Another call follows a semicolon. It always matches, and so never backtracks."""
+
+
+def _hermes_calls(text: str) -> tuple[str, list[str]]:
+    """Return (text before the first call, JSON text of each call) of a reply with marks around its calls."""
+    calls: list[tuple[int, str]] = []
+    is_thinking, has_thought, position = False, False, 0
+    last_end = text.rfind(END_OF_THINKING)
+    while mark := _MARK.search(text, position):
+        begins_here = not text[position : mark.start()].strip()
+        position = mark.end()
+        if mark[0] == THINK:  # one amid text that no end follows is only spoken of
+            is_thinking = position <= last_end or begins_here
+        elif mark[0] == END_OF_THINKING:
+            if not (is_thinking or has_thought):
+                calls.clear()  # the reply began within thinking
+            is_thinking, has_thought = False, True
+        elif not is_thinking:
+            end = text.find(_END_OF_CALL, position)
+            end = end if end >= 0 else len(text)
+            call = text[position:end].strip()
+            if not has_thought and END_OF_THINKING in call and not _is_call(call):
+                position = text.index(END_OF_THINKING, position)  # the reply began within thinking, which ends there
+                continue
+            calls.append((mark.start(), call))
+            position = end + len(_END_OF_CALL)  # marks in the arguments of a call are none
+    return text[: calls[0][0]] if calls else text, [call for _, call in calls]
+
+
+def _llama_calls(text: str) -> tuple[str, list[str]]:
+    """Return (text before the first call, JSON text of each call) of a reply in Llama's format.
+
+    After optional thinking, such a reply is one call, or several with semicolons between them.
+    """
+    start = 0
+    while (end := text.find(END_OF_THINKING, start)) >= 0:
+        if _after_tag(text[start:end]).startswith("{") and (start or _holds_mark(_llama_parts(_after_tag(text)))):
+            break  # it is in the arguments of a call
+        start = end + len(END_OF_THINKING)
+    rest = _after_tag(text[start:])
+    return (text[:start], _llama_parts(rest)) if rest.startswith("{") else (text, [])
+
+
+def _after_tag(text: str) -> str:
+    return text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+
+
+def _holds_mark(calls: list[str]) -> bool:
+    """Return whether the arguments of one of these calls contain the mark of the end of thinking."""
+    return any(END_OF_THINKING in call and _is_call(call) for call in calls)
+
+
+def _llama_parts(text: str) -> list[str]:
+    """Return the JSON text of each call in a text that begins with a call. The last one may be malformed."""
+    parts: list[str] = []
+    decoder, begin = json.JSONDecoder(), 0
+    while begin < len(text):
+        try:
+            _, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return [*parts, text[begin:]]
+        parts.append(text[begin:end])
+        separator = _SEPARATOR.match(text, end)
+        begin = separator.end() if separator and ";" in separator[0] else len(text)
+    return parts
+
+
+FORMATS = {"hermes": _hermes_calls, "llama3": _llama_calls}
+"""For each format, the function that splits a reply into its text and its calls."""
+
+
+def read_call(text: str) -> tuple[str, str]:
+    """Return (name, arguments as JSON text) of a call.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: `text` is no call.
+    """
+    said = json.loads(text)
+    if not isinstance(said, dict):
+        raise TypeError("a tool call must be a JSON object")
+    arguments = said["arguments"] if "arguments" in said else said.get("parameters")
+    if not isinstance(said.get("name"), str):
+        raise KeyError("a tool call must have a name")
+    if not isinstance(arguments, dict):
+        raise TypeError("the arguments of a tool call must be a JSON object")
+    return said["name"], json.dumps(arguments)
+
+
+def _is_call(text: str) -> bool:
+    try:
+        read_call(text)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return True
+
+
+def format_of(template: str) -> str:
+    """Return the name of the format that a chat template uses for calls, or "" for any other format."""
+    if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
+        return "hermes"
+    return "llama3" if "ipython" in template and '"parameters"' in template else ""

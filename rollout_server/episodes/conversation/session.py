@@ -1,8 +1,8 @@
 """A session: the append-only, token-exact conversation of one episode with the engine.
 
-A session is given the whole conversation each time, by an environment's loop or by an agent over HTTP. It finds the
-longest part that it knows, renders only the messages that follow, and appends the sampled reply. It is a tree of
-stretches of tokens, contexts (rendered) and replies (sampled) in turn:
+Each request for a reply brings the whole conversation, from an environment's loop or from an agent over HTTP. The
+session finds the longest part that it knows, renders only the messages after it, and appends the sampled reply. So it
+is a tree of token sequences: contexts (rendered) and replies (sampled) in turn.
 
     context ── reply ── context ── reply          one row
                   └──── context ── reply          another continuation: a second row
@@ -14,47 +14,82 @@ Each leaf gives one trainable row. A sampled token is trained in one row only, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import numpy as np
+
+from async_rl.base.types import IntArray
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, Schema, extended_digest, prefix_digests
-from rollout_server.episodes.conversation.pending_replies import PendingReplies, PendingReply, RequestKey
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
-from rollout_server.episodes.conversation.rows import Node, WholeRow, make_rows
+from rollout_server.episodes.episode import WholeRow
 
 CLOSE_S = 10.0
-"""How long `close` waits for the engine to end the requests that it cancels."""
+"""How long `close` waits for the engine to end cancelled requests."""
 
 Generate = Callable[[list[int], int], Awaitable[SampledReply]]
-"""Takes the tokens so far and the largest number of tokens to sample; returns what the engine sampled."""
+"""Takes (the tokens so far, the most tokens to sample) and returns the engine's reply."""
+
+
+RequestKey = tuple[bytes, int | None, tuple[str, ...]]
+"""(Digest of the conversation, max_tokens, stop texts). Requests with the same key are equal."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A part of a conversation in tokens: a context (rendered) or a reply (sampled)."""
+
+    parent: Node | None
+    tokens: list[int]
+    sampled: SampledReply | None = None
+    """The reply; None for a context."""
+    reward: float = 0.0
+    num_tokens: int = field(init=False)
+    """The number of tokens from the root to the end of this node."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens) + (self.parent.num_tokens if self.parent else 0)
+
+    def path(self) -> list[Node]:
+        """Return the nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def all_tokens(self) -> list[int]:
+        """Return the tokens from the root to the end of this node."""
+        return [token for node in self.path() for token in node.tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The largest sizes of one session: tokens of a row, tokens of a reply, and numbers of replies and of rows."""
+    """The limits of one session."""
 
     max_tokens: int
-    """The number of tokens of a row, prompt included."""
+    """Tokens of a row, prompt included."""
     max_reply_tokens: int
     max_turns: int
-    """The number of replies, in all rows together."""
+    """Replies, in all rows together."""
     max_rows: int = 0
-    """The number of rows that are trained, the last ones; 0: all of them."""
+    """Trained rows, the last ones. 0: all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The model's reply to a conversation, with why it ended, its number in the session, and counts of tokens."""
+    """The model's reply to a conversation."""
 
     message: Message
     call_errors: tuple[str, ...]
     """A description of each tool call that can't be read."""
     finish_reason: str
-    """`stop` (the model ended the reply) or `length` (it ran into a limit)."""
+    """`stop` (the model ended the reply) or `length` (it reached a limit)."""
     turn: int
     """The number of the reply in its session, from 0."""
     num_prompt_tokens: int
@@ -71,20 +106,97 @@ class EpisodeOver(Exception):
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Counts of one session: conversations rendered anew, requests that joined another's reply, and late requests."""
+    """Counts of one session."""
 
     rewritten: int = 0
     """Conversations that did not continue a known one, and were rendered from the start."""
     joined: int = 0
-    """Requests that got the reply to an earlier, equal request, which its caller had not received."""
-    refused: int = 0
-    """Requests after the end of the session."""
+    """Requests that got the reply to an earlier, equal request, because its caller had gone."""
     tool_calls: int = 0
-    """Calls of tools in the replies that were received, also those that can't be read."""
+    """Tool calls in received replies, also those that can't be read."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingReply:
+    """A reply that is being sampled or is finished, and that no caller has received yet."""
+
+    key: RequestKey
+    sampling: asyncio.Task[Reply]
+    has_caller: bool = True
+    """Whether a caller waits for it or is receiving it. If not, the next equal request gets it."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its caller has received it or has gone, or when there will be no reply."""
+
+
+class PendingReplies:
+    """The pending replies of one session, oldest first.
+
+    A request may get the reply of an earlier, equal request whose caller has gone. A reply is received at most once.
+    """
+
+    def __init__(self) -> None:
+        self._replies: list[PendingReply] = []
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def add(self, key: RequestKey, sampling: asyncio.Task[Reply]) -> PendingReply:
+        """Add a reply whose sampling has begun, and whose caller waits. If the sampling fails, it is removed."""
+        pending = PendingReply(key, sampling)
+        self._replies.append(pending)
+
+        def remove_failed(task: asyncio.Task[Reply]) -> None:
+            if task.cancelled() or task.exception() is not None:  # marks it as seen: a caller that has gone does not
+                self.remove(pending)
+
+        sampling.add_done_callback(remove_failed)
+        return pending
+
+    def remove(self, pending: PendingReply) -> None:
+        """Remove a reply that was received, failed or is given up. Does nothing if it is not there."""
+        if pending in self._replies:
+            self._replies.remove(pending)
+        pending.settled.set()
+
+    def release(self, pending: PendingReply) -> None:
+        """The caller of a reply has gone: let the next equal request have it."""
+        pending.has_caller = False
+        pending.settled.set()
+
+    def take(self, key: RequestKey) -> PendingReply | None:
+        """Return the oldest reply for `key` whose caller has gone, for a new caller. None if there is none."""
+        for pending in self._replies:
+            if pending.key == key and not pending.has_caller:
+                pending.has_caller = True
+                pending.settled.clear()
+                return pending
+        return None
+
+    async def wait(self, key: RequestKey) -> bool:
+        """Wait until the oldest reply for `key` is settled. Returns False if there is none."""
+        oldest = next((pending for pending in self._replies if pending.key == key), None)
+        if oldest is not None:
+            await oldest.settled.wait()
+        return oldest is not None
+
+    def wake_all(self) -> None:
+        """End all waits, because the session ends."""
+        for pending in self._replies:
+            pending.settled.set()
+
+    def can_give_up(self) -> bool:
+        """Return whether there is a reply without a caller."""
+        return any(not pending.has_caller for pending in self._replies)
+
+    def give_up(self) -> None:
+        """Remove the oldest reply without a caller, and cancel its sampling."""
+        pending = next(pending for pending in self._replies if not pending.has_caller)
+        pending.sampling.cancel()
+        self.remove(pending)
 
 
 class Session:
-    """The conversation of one episode with the engine; environments and agents ask it for the model's replies.
+    """The conversation of one episode with the engine. Environments and agents ask it for the model's replies.
 
     Args:
         generate: samples a reply from the engine.
@@ -99,31 +211,31 @@ class Session:
         self._reader = reader
         self._limits = limits
         self.contexts: dict[bytes, Node] = {}
-        """By the digest of the conversation that the context completes."""
+        """By the digest of the conversation up to the context's end."""
         self._known_replies: dict[bytes, Node] = {}
-        """By the digest of the conversation up to and including the reply."""
+        """By the digest of the conversation up to the reply's end."""
         self._replies: list[Node] = []
-        """In the order of their ends, also the ones that nobody has received."""
+        """In the order in which they were finished, also replies that nobody has received."""
         self._received: set[Node] = set()
-        self._pending: PendingReplies[Reply] = PendingReplies()
+        self._pending: PendingReplies = PendingReplies()
         self._running: set[asyncio.Task[Reply]] = set()
         self.is_closed = False
         self.last_answer = ""
-        """The content of the last reply that was received."""
+        """The content of the last received reply."""
         self.last_messages: tuple[Message, ...] = ()
-        """The conversation of the last reply that was received, with it at the end."""
+        """The conversation that the last received reply ends."""
         self.generate_s = 0.0
-        """The time that the engine took, summed over all replies, also those that failed."""
+        """The engine's time, summed over all replies, also failed ones."""
         self.counts = SessionCounts()
 
     @property
     def num_turns(self) -> int:
-        """The number of replies that were received: the turns that the episode has taken."""
+        """The number of received replies: the turns that the episode has taken."""
         return len(self._received)
 
     @property
     def num_undelivered(self) -> int:
-        """The number of replies that were sampled to their end, and that nobody has received."""
+        """The number of finished replies that nobody has received."""
         return len(self._replies) - len(self._received)
 
     @property
@@ -132,20 +244,12 @@ class Session:
 
     @property
     def num_observed_tokens(self) -> int:
-        """The number of tokens that were appended to a reply without being sampled."""
+        """The number of tokens that were appended after a reply without being sampled."""
         return sum(len(node.tokens) for node in self.contexts.values() if node.parent)
 
-    async def reply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        is_retry: bool = False,
-    ) -> Reply:
-        """Return the model's next message in the conversation `messages`; see `offer` for the arguments and errors."""
-        async with self.offer(messages, tools, max_tokens=max_tokens, stop=stop, is_retry=is_retry) as reply:
+    async def reply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any) -> Reply:
+        """Return the model's next message in a conversation; see `offer` for the arguments and errors."""
+        async with self.offer(messages, tools, **options) as reply:
             return reply
 
     @asynccontextmanager
@@ -158,17 +262,17 @@ class Session:
         stop: Sequence[str] = (),
         is_retry: bool = False,
     ) -> AsyncIterator[Reply]:
-        """Yield the model's next message in the conversation `messages`. It is received when the block ends.
+        """Yield the model's next message in the conversation `messages`. It counts as received when the block ends.
 
-        If the block raises, or the caller is cancelled before, nobody has received the reply: the next equal request
-        gets it, and if there is none by the end, it is in no row and takes no turn. Equal requests whose callers are
-        all there get a sample each.
+        If the block raises, or the caller is cancelled before, nobody has received the reply. The next equal request
+        gets it. If none comes, the reply is in no row and takes no turn. Equal requests that run at the same time get a
+        sample each.
 
         Args:
             max_tokens: lowers the limit of this reply.
-            stop: cut the reply after the first token that completes one of these texts.
-            is_retry: the caller did not receive the reply to an earlier, equal request. If one is under way, this
-                request waits to see whether its reply becomes free.
+            stop: texts. The reply is cut after the first token that completes one of them.
+            is_retry: the caller did not receive the reply to an earlier, equal request. If such a request is running,
+                this one waits to see whether its reply becomes free.
 
         Raises:
             EpisodeOver: the session is closed, has no turn left, or the conversation leaves no room for a reply.
@@ -196,7 +300,8 @@ class Session:
         """Raise EpisodeOver or ValueError if there can be no reply to these messages."""
         self._check_open()
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError(f"a conversation must end with a message to reply to, got {_roles(messages)}")
+            roles = [message["role"] for message in messages[-5:]]
+            raise ValueError(f"a conversation must end with a message to reply to, got {roles}")
         if tools and not self._reader.reads_calls:
             raise ValueError(
                 "tools can't be called: the format of this model's calls is not known. Set rollout.tool_parser to the "
@@ -209,15 +314,13 @@ class Session:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            self.counts.refused += 1
             raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
 
-    async def _free_reply(self, key: RequestKey, is_retry: bool) -> PendingReply[Reply] | None:
-        """Return a reply to an equal request whose caller has gone; None if there is none.
+    async def _free_reply(self, key: RequestKey, is_retry: bool) -> PendingReply | None:
+        """Return a reply to an equal request whose caller has gone. None if there is none.
 
-        A retry waits for the replies whose callers are still there. One caller may be its own earlier request, because
-        the end of a connection can be noticed late. This wait ends with the sampling, whose time is limited, and with
-        `close`.
+        A retry waits for replies that still have callers: one of these may be its own earlier request, whose broken
+        connection was not noticed yet. The wait ends with the sampling, whose time is limited, or with `close`.
         """
         while (pending := self._pending.take(key)) is None and is_retry:
             if not await self._pending.wait(key):
@@ -228,8 +331,8 @@ class Session:
 
     async def _begin(
         self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes], key: RequestKey
-    ) -> PendingReply[Reply]:
-        """Start to sample a reply. If no turn is left, one is taken back from a reply that nobody waits for.
+    ) -> PendingReply:
+        """Start to sample a reply. If no turn is left, a reply that nobody waits for is given up.
 
         Raises:
             EpisodeOver: the session is closed, no turn is left, or the conversation is too long.
@@ -250,22 +353,22 @@ class Session:
         return self._pending.add(key, sampling)
 
     def _check_turns(self) -> int:
-        """Return the number of turns that are left. EpisodeOver: none is, and none can be taken back."""
+        """Return the number of turns left. Raises EpisodeOver if it is 0 and no pending reply can be given up."""
         left = self._limits.max_turns - self.num_turns - len(self._pending)
         if left == 0 and not self._pending.can_give_up():
             raise EpisodeOver("turns", f"all {self._limits.max_turns} turns of the episode are taken")
         return left
 
     def add_reward(self, turn: int, reward: float) -> None:
-        """Add `reward` to the reward of reply number `turn`, which its row gives at the reply's last token."""
+        """Add `reward` to the reward of reply number `turn`."""
         self._replies[turn].reward += reward
 
     def rows(self) -> list[WholeRow]:
-        """Return the trainable rows of all received replies; a row's last reply decides its place in the list."""
+        """Return the trainable rows of all received replies, in the order of their last replies."""
         return make_rows([reply for reply in self._replies if reply in self._received], self._limits.max_rows)
 
     async def close(self) -> None:
-        """End all running requests and accept no further one. Later calls do nothing."""
+        """Cancel all running requests and accept no further one. Later calls do nothing."""
         self.is_closed = True
         self._pending.wake_all()
         for task in self._running:
@@ -274,9 +377,9 @@ class Session:
             await asyncio.wait(set(self._running), timeout=CLOSE_S)
 
     async def _new_context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
-        """Return a node for a conversation: it continues the longest part that is known, or is a new root.
+        """Return a node for a conversation: it continues the longest known part.
 
-        It is a new root too if the messages after the known part can't be rendered without the others.
+        It is a new root if no part is known, or if the messages after that part can't be rendered alone.
         """
         for known in range(len(messages) - 1, 0, -1):
             reply = self._known_replies.get(digests[known])
@@ -289,10 +392,7 @@ class Session:
         return Node(None, await self._renderer.start_async(messages, tools))
 
     def _longest_reply(self, context: Node, max_tokens: int | None) -> int:
-        """Return the most tokens that the next reply may have, `max_tokens` of them if the caller asked for fewer.
-
-        EpisodeOver: the conversation is as long as it may be.
-        """
+        """Return the most tokens that the next reply may have. Raises EpisodeOver if there is no room for one."""
         limits, length = self._limits, context.num_tokens
         longest = min(limits.max_tokens - length, limits.max_reply_tokens)
         if longest < 1:
@@ -327,5 +427,68 @@ class Session:
         )
 
 
-def _roles(messages: Sequence[Message]) -> list[str]:
-    return [message["role"] for message in messages[-5:]]
+def make_rows(replies: Sequence[Node], max_rows: int = 0) -> list[WholeRow]:
+    """Return one row for each leaf of a session's tree, in the order of the leaves.
+
+    A reply that several leaves share is trained in the row of the first kept leaf, or else of the first one.
+
+    Args:
+        replies: the tree's received replies.
+        max_rows: how many rows, the last ones, will be kept; 0: all of them.
+    """
+    inner: set[Node | None] = {None}
+    for reply in replies:
+        node = reply.parent
+        while node not in inner:
+            inner.add(node)
+            node = node.parent if node else None
+    leaves = [reply for reply in replies if reply not in inner]
+    kept, dropped = leaves[-max_rows:], leaves[:-max_rows]  # all and none if max_rows is 0
+    trained: set[Node] = set()
+    rows = {}
+    for leaf in (*kept, *dropped):
+        path = leaf.path()
+        rows[leaf] = _make_row(path, trained)
+        trained.update(path)
+    return [rows[leaf] for leaf in leaves]
+
+
+def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
+    leaf = path[-1].sampled
+    assert leaf is not None and path[0].sampled is None, "a path leads from a context to a reply"
+    logprobs = [np.zeros(len(node.tokens), np.float32) for node in path]
+    mask = [np.zeros(len(node.tokens), np.bool_) for node in path]
+    turn_ends, turn_rewards, end = [], [], 0
+    for position, node in enumerate(path):
+        end += len(node.tokens)
+        if node.sampled is not None and node not in trained:
+            logprobs[position] = node.sampled.logprobs
+            mask[position][:] = True
+            turn_ends.append(end - 1)
+            turn_rewards.append(node.reward)
+    return WholeRow(
+        tokens=np.array(path[-1].all_tokens(), np.int32),
+        logprobs=np.concatenate(logprobs),
+        versions=np.concatenate(list(_versions(path))),
+        mask=np.concatenate(mask),
+        num_start_tokens=len(path[0].tokens),
+        turn_ends=tuple(turn_ends),
+        turn_rewards=tuple(turn_rewards),
+        finish_reason=leaf.finish_reason,
+    )
+
+
+def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
+    """Yield the token versions of each node.
+
+    Rendered tokens get the version of the sampled token before them or, at the start, of the first sampled token.
+    """
+    first = path[1].sampled
+    assert first is not None, "a reply follows each context"
+    version = first.versions[0]
+    for node in path:
+        if node.sampled is not None:
+            yield node.sampled.versions
+            version = node.sampled.versions[-1]
+        else:
+            yield np.full(len(node.tokens), version, np.int32)

@@ -2,8 +2,8 @@
 
     k ──► ?k ──► w ──► ?w ──► 7 ──► =7
 
-Its episodes are long-tailed by design: the number of links has a Pareto distribution, the time of a look-up a
-lognormal one. So it shows what long-tailed episodes cost at each staleness bound.
+Its episodes have heavy tails by design: the number of links has a Pareto distribution, the time of a look-up a
+lognormal one. So it shows the cost of long-tailed episodes at each staleness bound.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Chain:
     A reply that is not the next look-up ends the episode.
 
     Args:
-        index: the prompt's index, which determines the chain.
-        seed: determines the times of the look-ups, together with `index`.
-        mean_s: the mean time of a look-up. 0: none waits.
+        index: the prompt's index. It determines the chain.
+        seed: determines, together with `index`, the times of the look-ups.
+        mean_s: the mean time of a look-up. 0: no waiting.
         cv: the standard deviation of that time, divided by its mean.
     """
 
@@ -71,7 +71,7 @@ class Chain:
 
 
 def oracle(messages: Sequence[Message], rng: random.Random) -> str:
-    """Return a reply to train on before RL: the right one, except that a WRONG_SHARE of look-ups are random letters."""
+    """Return a reply to train on before RL: the right one, but a WRONG_SHARE of look-ups are random letters."""
     seen = messages[-1]["content"]
     if seen.isdecimal():
         return f"={seen}"

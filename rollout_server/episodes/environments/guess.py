@@ -1,4 +1,4 @@
-"""The environment `guess`: find a secret number in a few guesses. It needs planning over turns; all episodes are short.
+"""The environment `guess`: find a secret number in a few guesses. It needs planning, and all episodes are short.
 
 ? ──► 15 ──► h ──► 23 ──► l ──► 19          h: the number is higher, l: it is lower
 """
@@ -20,10 +20,10 @@ MAX_GUESSES = 5
 class Guess:
     """One episode of `guess`, a class for `task.env`. The reward is 1 if the model finds the number.
 
-    It is 0 if the model has used all guesses, or writes anything but a number of two digits.
+    It is 0 if the model runs out of guesses, or writes anything but a number of two digits.
 
     Args:
-        index: the prompt's index, which determines the number.
+        index: the prompt's index. It determines the number.
     """
 
     tools: Sequence[Tool] = ()
@@ -56,7 +56,7 @@ def is_guess(text: str) -> bool:
 
 
 def oracle(messages: Sequence[Message], rng: random.Random) -> str:
-    """Return a guess to train on before RL: a random one of the numbers still possible. It solves over half of them."""
+    """Return a guess to train on before RL: a random one of the possible numbers. It solves over half of them."""
     low, high = 0, HIGHEST
     for said, answer in zip(messages[1::2], messages[2::2], strict=True):
         guess = int(said["content"])

@@ -1,10 +1,10 @@
-"""The environments of an OpenEnv server (openenv-core 0.3), which runs elsewhere and is spoken with by WebSocket.
+"""The environments of an OpenEnv server (openenv-core 0.3), which runs elsewhere and speaks WebSocket.
 
     task:
       env: rollout_server.episodes.environments.openenv:OpenEnv
       params: {url: "http://127.0.0.1:8000", action_field: message, observation_field: echoed_message}
 
-The server must allow as many sessions (max_concurrent_envs) as episodes run at once: rollout.max_groups_in_flight times
+The server must allow a session (max_concurrent_envs) for each running episode: rollout.max_groups_in_flight times
 rollout.group_size for each worker.
 """
 
@@ -22,15 +22,15 @@ from rollout_server.episodes.tools.tool import Tool
 
 
 class OpenEnv:
-    """One episode of the environment that an OpenEnv server runs; a class for `task.env`.
+    """One episode of an OpenEnv server's environment, a class for `task.env`.
 
     A subclass may override `action` and `shown` for actions and observations of several fields.
 
     Args:
         url: the server's address.
-        index: the prompt's index, which determines the seed of the environment.
-        action_field: the field of the action that gets the text of a reply.
-        observation_field: the field of an observation that the model sees. Empty: it sees all fields, as JSON.
+        index: the prompt's index. It determines the seed of the environment.
+        action_field: the field of the action for the text of a reply.
+        observation_field: the field of the observation that the model sees. Empty: it sees all fields, as JSON.
     """
 
     tools: Sequence[Tool] = ()
@@ -44,7 +44,7 @@ class OpenEnv:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     def action(self, reply: Message) -> dict[str, Any]:
-        """Return the action that a reply of the model stands for: its text, in the field `action_field`."""
+        """Return a reply of the model as an action: its text, in the field `action_field`."""
         return {self._action_field: reply["content"]}
 
     def shown(self, observation: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ class OpenEnv:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ConnectionError(
                 f"the OpenEnv server {self._url} closed the connection (code {self._socket.close_code}): it has ended, "
-                "or more episodes run at once than its max_concurrent_envs"
+                "or more episodes run than its max_concurrent_envs"
             )
         said: dict[str, Any] = json.loads(answer.data)
         if said["type"] == "error":

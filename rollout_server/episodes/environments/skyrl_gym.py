@@ -16,7 +16,7 @@ from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
-from rollout_server.episodes.user_code.time_limits import in_thread
+from rollout_server.episodes.user_code import in_thread
 from rollout_server.question import Question
 
 try:
@@ -27,14 +27,14 @@ except ImportError as error:
 
 
 class SkyRLGym:
-    """One episode of an environment of skyrl-gym, whose methods may block, so they run in threads; for `task.env`.
+    """One episode of an environment of skyrl-gym, a class for `task.env`. Methods run in threads, as they may block.
 
-    The environment reads the question's right answer as extras["reward_spec"]["ground_truth"], as in SkyRL's files.
+    The environment finds the question's right answer in extras["reward_spec"]["ground_truth"], as in SkyRL's files.
 
     Args:
-        name: the name under which skyrl-gym has the environment.
-        env_config: the environment's configuration, e.g. the address of a search server.
-        extras: further entries of the environment's `extras`, e.g. max_turns.
+        name: the name of the environment in skyrl-gym.
+        env_config: its configuration, e.g. the address of a search server.
+        extras: further entries of its `extras`, e.g. max_turns.
     """
 
     tools: Sequence[Tool] = ()

@@ -17,7 +17,7 @@ from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
-from rollout_server.episodes.user_code.time_limits import in_thread
+from rollout_server.episodes.user_code import in_thread
 
 try:
     import textarena
@@ -26,20 +26,18 @@ except ImportError as error:
 
 Result = TypeVar("Result")
 _RANDOM = threading.Lock()
-"""Held by the game that uses Python's global random numbers, from which all games of textarena draw."""
-LOCK_S = 20.0
-"""How long a game may wait for the others. A step of a game takes milliseconds, so one of them hangs."""
+"""Protects Python's global random numbers, from which all games of textarena draw."""
 
 
 class TextArena:
     """One game of textarena, a class for `task.env`. The episode's reward is the player's at the end of the game.
 
-    The games are played in their `-raw` form, whose observations hold only what is new; the others tell all again with
-    each turn. All games with one index draw the same random numbers, whatever other games are played at the time.
+    The games are played in their `-raw` form, whose observations contain only what is new. All games with the same
+    index draw the same random numbers, whatever other games are played at the same time.
 
     Args:
         name: the game's id without `-raw`.
-        index: the prompt's index, which determines the game.
+        index: the prompt's index. It determines the game.
     """
 
     tools: Sequence[Tool] = ()
@@ -76,22 +74,13 @@ class TextArena:
         return Step(done=True, reward=float(rewards[0]), metrics={"invalid_move": float(info[0]["invalid_move"])})
 
     def _new(self) -> Message:
-        """Return the game's messages since the last reply as one; the game's echo of that reply is left out."""
+        """Return the game's messages since the last reply as one message, without the game's echo of that reply."""
         _, seen = self._env.get_observation()
         return user("\n".join(text for speaker, text, _ in seen if speaker == textarena.GAME_ID))
 
     def _with_own_random(self, function: Callable[[], Result]) -> Result:
-        """Return function(), called with Python's global random numbers in the state that this game left them in.
-
-        Raises:
-            TimeoutError: another game has not returned for LOCK_S.
-        """
-        if not _RANDOM.acquire(timeout=LOCK_S):
-            raise TimeoutError(
-                f"the game {self._name} waited {LOCK_S:g} s for another game of textarena in this process to return "
-                "from its step: that one hangs, and no other can be played before it ends"
-            )
-        try:
+        """Return function(), called with Python's global random numbers in the state where this game left them."""
+        with _RANDOM:
             others = random.getstate()
             random.setstate(self._state)
             try:
@@ -99,5 +88,3 @@ class TextArena:
             finally:
                 self._state = random.getstate()
                 random.setstate(others)
-        finally:
-            _RANDOM.release()

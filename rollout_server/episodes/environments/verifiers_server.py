@@ -1,10 +1,10 @@
-"""Plays the tasksets of verifiers (0.4.0), whose server runs in a Python environment of its own.
+"""Plays the tasksets of verifiers (0.4.0). Their server runs in a Python environment of its own.
 
 In that environment this file is a program: it writes the tasks of a taskset to a file, and then serves them.
 
     verifiers-venv/bin/python rollout_server/episodes/environments/verifiers_server.py my_taskset tasks.jsonl
 
-In the worker it holds an agent, which has the server play each task against the endpoint of its episode:
+In the worker it is an agent that lets the server play each task with the endpoint of the episode:
 
     task: {path: tasks.jsonl, agent: "rollout_server.episodes.environments.verifiers_server:solve"}
 """
@@ -32,11 +32,11 @@ ADDRESS = "tcp://127.0.0.1:5005"
 HEALTH_S = 30.0
 """How long the server may take to answer that it is there."""
 _KEY_VARIABLE = "NO_API_KEY"
-"""The variable from which the server takes an API key: it needs none, because the key is part of the base URL."""
+"""The server reads an API key from this variable. It needs none: the key is part of the base URL."""
 
 
 async def solve(question: Question, base_url: str, api_key: str) -> float:
-    """Have the server play a task, and return the weighted sum of its rewards. If cancelled, end the task there too.
+    """Let the server play a task, and return the weighted sum of its rewards. A cancellation ends the task there too.
 
     Raises:
         ConnectionError: the server does not answer, or says that it could not play the task.
@@ -49,7 +49,7 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
 
 
 class Connection:
-    """A connection to a server of verifiers, over which all episodes of an event loop run."""
+    """A connection to a server of verifiers, shared by all episodes of an event loop."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -57,11 +57,11 @@ class Connection:
         self._socket.linger = 0
         self._socket.connect(address)
         self._answers: dict[bytes, asyncio.Queue[tuple[bytes, Any]]] = {}
-        """The (kind, content) of each message that came for a request."""
+        """The (kind, content) of the messages for each request."""
         self._reading = asyncio.create_task(self._read(), context=contextvars.Context())  # it belongs to no episode
 
     async def run(self, task: dict[str, Any], base_url: str) -> float:
-        """Have the server play a task with the model behind `base_url`; return the weighted sum of its rewards.
+        """Let the server play a task with the model at `base_url`. Returns the weighted sum of its rewards.
 
         Raises:
             ConnectionError: the server does not answer, or says that it could not play the task.
@@ -87,7 +87,7 @@ class Connection:
     async def _ask(
         self, method: bytes, content: dict[str, Any], rewards: dict[str, dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Send a request and return the reply. Until then, keep in `rewards` the newest rewards told of each trace."""
+        """Send a request and return the reply. Until then, collect the newest rewards of each trace in `rewards`."""
         number = uuid.uuid4().hex.encode()
         answers = self._answers[number] = asyncio.Queue()
         await self._socket.send_multipart([number, method, msgpack.packb(content)])
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def _row(task: Any, taskset: str, address: str) -> dict[str, Any]:
-    """Return the row of a task for task.path. Its prompt is for the logs: the harness makes what the model sees."""
+    """Return the row of a task for task.path. Its prompt is for the logs: the harness writes the model's prompt."""
     text = task.data.prompt_text or f"task {task.data.idx}"
     return {
         "data_source": f"verifiers/{taskset}", "prompt": [{"role": "user", "content": text}],

@@ -1,6 +1,6 @@
 """The tools of MCP servers: `task.tools: ["mcp:http://127.0.0.1:9000/mcp", "mcp:python my_server.py"]`.
 
-The package `mcp` must be installed (pip install mcp). A server whose command is given is started by each worker. All
+The package `mcp` must be installed (pip install mcp). Each worker starts a server that is given as a command. All
 episodes of a worker share one session with each server, in a thread with an event loop of its own.
 """
 
@@ -18,11 +18,10 @@ from typing import Any
 from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import Schema
 
-PREFIX = "mcp:"
 START_S = 60.0
 """How long a server may take to start, or to answer the first request."""
 PING_S = 5.0
-"""How long a server may take to answer a ping, which checks a session after an error."""
+"""How long a server may take to answer a ping. A ping checks a session after an error."""
 END_S = 5.0
 """How long the end of a session may take."""
 
@@ -36,7 +35,7 @@ class McpToolError(Exception):
 class McpServer:
     """One MCP server, with one session for the tool calls of all episodes of this process.
 
-    The session begins with the first call, and again with the next call after the server has ended.
+    The session begins with the first call. If the server ends, the next call begins another session.
 
     Args:
         name: an entry of task.tools: `mcp:` and the server's URL or command.
@@ -44,20 +43,20 @@ class McpServer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._target = name.removeprefix(PREFIX).strip()
+        self._target = name.removeprefix("mcp:").strip()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: asyncio.Task[Any] | None = None
-        """The task that opens the session and returns it. Only the thread of `_loop` uses it."""
+        """Opens the session and returns it. Only the thread of `_loop` uses it."""
         self._holding: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
-        """Ends the task `_holding`, which holds the session open."""
+        """Ends the task `_holding`, which keeps the session open."""
 
     def tools(self) -> list[tuple[Schema, CallTool]]:
         """Return (description, function that calls the tool) for each tool of the server.
 
-        This opens a session, asks for the list of tools, and ends the session. All calls of tools share another one,
-        which begins with the first call. It blocks until the server has answered.
+        This opens a session, asks for the list of tools, and ends the session. It blocks until the server has answered.
+        Calls of tools use another session.
 
         Raises:
             ConfigError: the package `mcp` is missing, or the server can't be used.
@@ -67,7 +66,7 @@ class McpServer:
         return [(schema, self._caller(schema["function"]["name"])) for schema in schemas]
 
     def close(self) -> None:
-        """End the session, which ends the server if this process started it."""
+        """End the session, and the server if this process started it."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
@@ -88,7 +87,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Any]:
-        """Open a session with the server, starting it if its command is given; end both on leaving the `with` block."""
+        """Open a session with the server, and start the server if its command is given. Both end with the block."""
         try:
             from mcp import ClientSession, StdioServerParameters
             from mcp.client.stdio import stdio_client
@@ -143,7 +142,7 @@ class McpServer:
         return text
 
     async def _open(self) -> Any:
-        """Open a session in a task of its own, which holds it open until `_end` is set, and return the session."""
+        """Open a session and return it. A task of its own keeps it open until `_end` is set."""
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         end = self._end = asyncio.Event()
 
@@ -201,14 +200,14 @@ def _schema(tool: dict[str, Any]) -> Schema:
 
 
 def _text(part: dict[str, Any]) -> str:
-    """Return the text of one part of a tool's result; of an image or a sound only its kind, e.g. `[image]`."""
+    """Return the text of one part of a tool's result. An image or a sound gives only its kind, e.g. `[image]`."""
     if part["type"] == "resource":
         return str(part["resource"].get("text") or f"[{part['resource']['uri']}]")
     return str(part["text"]) if part["type"] == "text" else f"[{part['type']}]"
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first exception in a group or, if that is a group too, the first one in it, and so on."""
+    """Return the first exception in a group, also in nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

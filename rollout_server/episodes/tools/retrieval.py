@@ -1,4 +1,4 @@
-"""A search in local text files as a tool. A module of your own makes it for a folder, and `task.tools` names it:
+"""A search in local text files as a tool. Your own module makes it for a folder, and `task.tools` names it:
 
     search = TextFolder("notes").search
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from functools import cached_property
 from pathlib import Path
 
 from async_rl.base.errors import ConfigError
@@ -24,14 +23,23 @@ class TextFolder:
     """The paragraphs of all .txt and .md files in a folder and its subfolders.
 
     Raises:
-        ConfigError: the folder holds no such file.
+        ConfigError: the folder has no such file.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._files = sorted(file for file in self._folder.rglob("*") if file.suffix in SUFFIXES)
-        if not self._files:
-            raise ConfigError(f"{self._folder.absolute()} must be a folder with {' or '.join(SUFFIXES)} files")
+        root = Path(folder)
+        files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES)
+        if not files:
+            raise ConfigError(f"{root.absolute()} must be a folder with {' or '.join(SUFFIXES)} files")
+        self._passages = [
+            f"[{file.relative_to(root)}] {paragraph.strip()}"
+            for file in files
+            for paragraph in _BLANK_LINES.split(file.read_text(encoding="utf-8", errors="replace"))
+            if paragraph.strip()
+        ]
+        self._counts = [Counter(_words(passage)) for passage in self._passages]
+        self._num_containing = Counter(word for counts in self._counts for word in counts)
+        self._mean_length = sum(map(Counter.total, self._counts)) / max(1, len(self._counts))
 
     def search(self, query: str, count: int = 3) -> str:
         """Search the text files for passages.
@@ -41,41 +49,16 @@ class TextFolder:
             count: The number of passages.
         """
         words = set(_words(query))
-        scores = [self._score(words, position) for position in range(len(self._passages))]
+        scores = [self._score(words, counts) for counts in self._counts]
         best = sorted(range(len(scores)), key=lambda position: -scores[position])[: max(1, min(count, MAX_PASSAGES))]
         found = [self._passages[position] for position in best if scores[position] > 0]
-        return "\n\n".join(f"[{name}] {text}" for name, text in found) or "no passage contains any of these words"
+        return "\n\n".join(found) or "no passage contains any of these words"
 
-    @cached_property
-    def _passages(self) -> list[tuple[str, str]]:
-        """The name of the file and the text of each paragraph."""
-        return [
-            (str(file.relative_to(self._folder)), paragraph.strip())
-            for file in self._files
-            for paragraph in _BLANK_LINES.split(file.read_text(encoding="utf-8", errors="replace"))
-            if paragraph.strip()
-        ]
-
-    @cached_property
-    def _counts(self) -> list[Counter[str]]:
-        """How often each word occurs in each paragraph."""
-        return [Counter(_words(f"{name} {text}")) for name, text in self._passages]
-
-    @cached_property
-    def _num_containing(self) -> Counter[str]:
-        """The number of paragraphs that contain each word."""
-        return Counter(word for counts in self._counts for word in counts)
-
-    @cached_property
-    def _mean_length(self) -> float:
-        return sum(map(Counter.total, self._counts)) / len(self._counts)
-
-    def _score(self, words: set[str], position: int) -> float:
-        """Return the BM25 score of a paragraph (Robertson and Zaragoza 2009, section 3):
+    def _score(self, words: set[str], counts: Counter[str]) -> float:
+        """Return the BM25 score of a passage (Robertson and Zaragoza 2009, section 3):
 
         sum over words of log(1 + (N - n + .5) / (n + .5)) * f (k1 + 1) / (f + k1 (1 - b + b length / mean length))
         """
-        counts = self._counts[position]
         size = 1 - _B + _B * counts.total() / self._mean_length
         score = 0.0
         for word in words & counts.keys():

@@ -17,15 +17,13 @@ from transformers.utils import get_json_schema
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import import_object
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
-from rollout_server.episodes.tools.mcp_server import PREFIX, McpServer
-from rollout_server.episodes.user_code.faults import CodeExitError, error_text
-from rollout_server.episodes.user_code.time_limits import ForeignCode, OverdueError, in_thread
+from rollout_server.episodes.user_code import CodeExitError, ForeignCode, OverdueError, called, error_text
 
 MAX_RESULT_CHARACTERS = 10_000
-"""The longest result of a tool; longer ones lose their middle."""
+"""The longest result of a tool. A longer one loses its middle."""
 MAX_CALLS = 16
-"""The calls of one reply that are run, or told to be malformed. All episodes of a worker share the places for calls, so
-that hundreds in one reply would hold up the others."""
+"""The most calls of one reply that are answered. All episodes of a worker share the places for calls, so hundreds of
+calls in one reply would hold up the others."""
 _KEY = "task.tools"
 
 
@@ -41,8 +39,8 @@ class Tool:
     def from_function(cls, function: Callable[..., Any]) -> Tool:
         """Return a tool that calls a typed function. A `def` runs in a thread and may block.
 
-        The description is taken from the annotations and from the docstring, which needs a section `Args:`. Arguments
-        are checked against the annotations when the model calls the tool.
+        The description comes from the annotations and the docstring, which needs a section `Args:`. When the model
+        calls the tool, its arguments are checked against the annotations.
 
         Raises:
             ConfigError: an annotation, the docstring or the description of an argument is missing.
@@ -64,15 +62,17 @@ class Tool:
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
-    """Return, for each name in `names`, a function that makes its tools for one episode.
+    """Return, for each entry of task.tools, a function that makes its tools for one episode.
 
-    A name is `module:name` of a function, which is one tool, or of a class, which is created without arguments for
-    each episode, and whose public methods are tools that share the state of that episode. Or it is `mcp:` and the
-    address or command of an MCP server, which is asked for its tools here; all episodes share its state.
+    An entry is one of these:
+
+        module:function    one tool
+        module:Class       created without arguments for each episode; its public methods are tools that share its state
+        mcp:...            the address or command of an MCP server, which lists its tools; all episodes share its state
 
     Raises:
-        ConfigError: a name can't be imported, its object can't be created or described to the model, an MCP server
-            can't be used, or two tools have one name.
+        ConfigError: an entry can't be imported, its object can't be created or described to the model, an MCP server
+            can't be used, or two tools have the same name.
     """
     makers = [_maker(name) for name in names]
     counts = Counter(tool.name for name, make in zip(names, makers, strict=True) for tool in _first_made(name, make))
@@ -82,7 +82,9 @@ def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
 
 
 def _maker(name: str) -> Callable[[], list[Tool]]:
-    if name.startswith(PREFIX):
+    if name.startswith("mcp:"):
+        from rollout_server.episodes.tools.mcp_server import McpServer
+
         return partial(list, [Tool(schema, call) for schema, call in McpServer(name).tools()])
     found = import_object(name, _KEY)
     if isinstance(found, type):
@@ -93,11 +95,7 @@ def _maker(name: str) -> Callable[[], list[Tool]]:
 
 
 def _first_made(name: str, make: Callable[[], list[Tool]]) -> list[Tool]:
-    """Return the tools of `name` as an episode gets them.
-
-    Raises:
-        ConfigError: they can't be created, or described to the model.
-    """
+    """Return the tools of an entry. Raises ConfigError if they can't be created, or described to the model."""
     try:
         return make()
     except ConfigError:
@@ -117,23 +115,23 @@ def _tools_of_class(found: type) -> list[Tool]:
 
 @dataclass(slots=True)
 class ToolCounts:
-    """Counts of the tool calls of one episode (all, failed, overdue), and the time that they took."""
+    """Counts of the tool calls of one episode."""
 
     calls: int = 0
-    """Calls in the model's replies, whoever answers them: a tool of the run, the environment, or the agent."""
+    """Calls in the model's replies, whether a tool of the run, the environment or the agent answers them."""
     failed: int = 0
-    """Calls that gave an error: of the tool, of its arguments, of its name, or of the format."""
+    """Calls with an error of the tool, its arguments, its name or the format."""
     timeouts: int = 0
     tool_s: float = 0.0
-    """The time of all calls, summed."""
+    """The summed time of all calls."""
 
 
 @dataclass(slots=True)
 class ToolCaller:
-    """Calls the tools of one episode. An error becomes a message that the model reads, and is counted.
+    """Calls the tools of one episode. An error is counted, and becomes a message that the model reads.
 
     Args:
-        places: limits how many calls run at once; all episodes of a worker share it.
+        places: limits the simultaneous calls of all episodes of a worker.
     """
 
     tools: Sequence[Tool]
@@ -147,14 +145,14 @@ class ToolCaller:
         return [tool.schema for tool in self.tools]
 
     def can_answer(self, calls: Sequence[ToolCall]) -> bool:
-        """Return False if one of the calls is for a tool without a function, whose calls the environment answers."""
+        """Return False if a call is for a tool without a function: the environment answers such a reply."""
         own = {tool.name for tool in self.tools if tool.function is None}
         return not any(call["function"]["name"] in own for call in calls)
 
     async def answer(self, calls: Sequence[ToolCall], errors: Sequence[str]) -> list[Message]:
-        """Run all calls at once, and return their results in order, then a message for each malformed call.
+        """Run all calls at the same time. Return their results in order, then a message for each malformed call.
 
-        Of more than MAX_CALLS the others are not run, and one more message says so.
+        Calls beyond MAX_CALLS are not run, and one more message says so.
 
         Args:
             errors: descriptions of the malformed calls.
@@ -196,26 +194,20 @@ class ToolCaller:
         async with self.places:
             began_s = asyncio.get_running_loop().time()
             try:
-                return await self.foreign.call(partial(_called, function, parsed), self.tool_s, f"the tool {name}")
+                return await self.foreign.call(partial(_result, function, parsed), self.tool_s, f"the tool {name}")
             finally:
                 self.counts.tool_s += asyncio.get_running_loop().time() - began_s
 
 
-async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    checked = validate_call(function)
-    if inspect.iscoroutinefunction(function):
-        result = await checked(**arguments)
-    else:
-        result = await in_thread(partial(checked, **arguments))
-        if inspect.isawaitable(result):  # of a `def` that passes its call on to an `async def`
-            result = await result
+async def _result(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    result = await called(validate_call(function), **arguments)
     return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def _malformed(error: str) -> Message:
     """Return the message that tells the model of a call that can't be read.
 
-    Some chat templates refuse results without an id of nine letters and digits, and without a name.
+    Some chat templates refuse results without a name and an id of nine letters and digits.
     """
     return Message(role="tool", content=_shortened(f"error: {error}"), tool_call_id="malformed", name="unknown")
 

@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import openai
 
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.tools.tool import Tool
 from tests.kit.episodes.example_tools import add
 from tests.kit.episodes.sessions import scripted

@@ -10,8 +10,8 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.env import Env, Step
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from rollout_server.episodes.tools.tool import Tool
 from tests.kit.episodes.sessions import scripted, session_of
 

@@ -9,11 +9,11 @@ import pytest
 
 from async_rl.base.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.agents.agent_process import AgentProcess
-from rollout_server.episodes.agents.agent_runner import AgentRunner
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.agents import AgentProcess, AgentRunner
 from rollout_server.episodes.conversation.session import Session
-from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.kit.episodes import example_agents
 from tests.kit.episodes.sessions import scripted, session_of
@@ -61,10 +61,10 @@ def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
 
 
 def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "faults.py").write_text("from example_agents import solve as work\n")
+    (tmp_path / "user_code.py").write_text("from example_agents import solve as work\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(example_agents.__file__).parent))
-    (episode,) = played("work", tmp_path, module="faults")
+    (episode,) = played("work", tmp_path, module="user_code")
     assert (episode.end, episode.reward) == ("done", 1.0), episode.error
 
 

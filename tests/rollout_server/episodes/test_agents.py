@@ -10,10 +10,11 @@ import pytest
 from async_rl.base.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.agents.agent_runner import AgentRunner
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.agents import AgentRunner
 from rollout_server.episodes.conversation.session import SessionLimits
-from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
 from rollout_server.episodes.conversation.messages import Message, plain_messages, prefix_digests, user
 from rollout_server.episodes.conversation.reply_reader import json_calls
 from rollout_server.episodes.conversation.session import EpisodeOver
+from rollout_server.episodes.openai_endpoint import CompletionRequest, RequestRefusedError
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.sessions import session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of

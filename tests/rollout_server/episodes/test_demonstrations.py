@@ -15,9 +15,9 @@ from async_rl.base.config import RunConfig, TaskConfig
 from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer, tool_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.demonstrations import Demonstrator, summary_of
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
 from tests.kit.configs import make_config

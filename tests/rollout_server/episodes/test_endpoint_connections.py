@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
 

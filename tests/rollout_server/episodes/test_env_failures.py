@@ -15,7 +15,7 @@ from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyR
 from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.loop import EnvRunner
 from tests.kit.episodes.scripted_env import DONE, END, LIMITS, MORE, TOKENIZER, Scripted
 from tests.kit.episodes.sessions import scripted, session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of

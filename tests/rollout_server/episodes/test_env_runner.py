@@ -12,10 +12,9 @@ import pytest
 from async_rl.base.errors import ProcessDiedError
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message
-from rollout_server.episodes.env import Env, Step
-from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.env import Env, QuestionEnv, Step
+from rollout_server.episodes.episode import EPISODE_METRICS, Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from rollout_server.question import Question
 from tests.kit.episodes.scripted_env import DONE, END, LIMITS, MORE, TOKENIZER, Scripted, played
 from tests.kit.episodes.sessions import scripted, session_of
@@ -100,7 +99,7 @@ def test_the_time_of_the_whole_episode_is_limited() -> None:
 
 
 def test_an_environment_that_ignores_its_limit_is_given_up_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.episodes.user_code.time_limits.CANCEL_S", 0.1)
+    monkeypatch.setattr("rollout_server.episodes.user_code.CANCEL_S", 0.1)
     limits = EpisodeLimits(tool_s=5, turn_s=0.1, episode_s=10)
     episode = played(Scripted(MORE, DONE, act=hang_on), limits=limits)
     assert episode.end == "timeout" and episode.metrics["given_up_calls"] == 1

@@ -23,9 +23,9 @@ from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.engine_sampler import GroupSampler
-from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
+from rollout_server.episodes.multi_turn import GroupSampler
 from tests.kit.configs import server_config
 from tests.kit.engines.replies import with_engine
 from tests.kit.tokenizers import end_tokens, tokenizer_of

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from async_rl.base.errors import WeightSyncError
-from rollout_server.episodes.user_code.faults import MAX_CHARACTERS, MAX_TRACEBACK_CHARACTERS, CodeExitError, Fault
+from rollout_server.episodes.user_code import MAX_CHARACTERS, MAX_TRACEBACK_CHARACTERS, CodeExitError, Fault
 
 HERE = Path(__file__)
 REQUEST = httpx.Request("POST", "http://127.0.0.1/v1/chat/completions")

@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout_server.episodes.conversation.rows import WholeRow
-from rollout_server.episodes.episode import EPISODE_METRICS, Episode
-from rollout_server.episodes.group_rows import group_rows
+from rollout_server.episodes.episode import EPISODE_METRICS, Episode, WholeRow, group_rows
 
 
 def row(tokens: list[int], sampled: list[int], ends: tuple[int, ...], rewards: tuple[float, ...]) -> WholeRow:

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.environments.openenv import OpenEnv
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from tests.kit.episodes.sessions import scripted, session_of
 
 TOKENIZER = character_tokenizer()

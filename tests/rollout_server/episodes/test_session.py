@@ -9,8 +9,8 @@ import pytest
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
-from rollout_server.episodes.conversation.rows import num_shared_tokens
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
+from rollout_server.episodes.episode import num_shared_tokens
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.sessions import scripted, session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of

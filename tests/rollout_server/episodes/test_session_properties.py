@@ -15,8 +15,8 @@ from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
-from rollout_server.episodes.conversation.rows import WholeRow, num_shared_tokens
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
+from rollout_server.episodes.episode import WholeRow, num_shared_tokens
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.sessions import RandomEngine
 from tests.kit.tokenizers import FAMILIES, end_tokens, tokenizer_of

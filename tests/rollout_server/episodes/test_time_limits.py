@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.episodes.user_code.faults import Fault
-from rollout_server.episodes.user_code.time_limits import ForeignCode, in_thread
+from rollout_server.episodes.user_code import Fault, ForeignCode, in_thread
 
 
 async def exits() -> None:

@@ -14,11 +14,11 @@ from rollout_server.episodes.conversation.messages import Message, ToolCall
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.env import QuestionEnv
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from rollout_server.episodes.tools.tool import MAX_CALLS, MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
-from rollout_server.episodes.user_code.time_limits import ForeignCode
+from rollout_server.episodes.user_code import ForeignCode
 from rollout_server.question import Question
 from tests.kit.episodes import example_tools
 from tests.kit.episodes.sessions import LIMITS, scripted

@@ -16,7 +16,7 @@ from async_rl.base.errors import ConfigError
 from rollout_server.episodes.conversation.messages import ToolCall
 from rollout_server.episodes.tools.mcp_server import McpServer
 from rollout_server.episodes.tools.tool import Tool, ToolCaller, load_tools
-from rollout_server.episodes.user_code.time_limits import ForeignCode
+from rollout_server.episodes.user_code import ForeignCode
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.processes

@@ -15,13 +15,13 @@ import pytest
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.agents.agent_runner import AgentRunner
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.agents import AgentRunner
 from rollout_server.episodes.environments import verifiers_server
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.environments.verifiers_server import solve
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
 from tests.kit.virtual_environments import new_environment

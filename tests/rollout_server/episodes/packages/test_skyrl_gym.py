@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.load import load_env
+from rollout_server.episodes.env import load_env
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
 

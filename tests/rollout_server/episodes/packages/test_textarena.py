@@ -8,9 +8,9 @@ import pytest
 from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.conversation.session import SessionLimits
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.load import MakeEnv, load_env
+from rollout_server.episodes.env import MakeEnv, load_env
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from tests.kit.episodes.sessions import scripted, session_of
 
 pytest.importorskip("textarena")

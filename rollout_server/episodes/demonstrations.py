@@ -1,17 +1,17 @@
 """Plays episodes with an oracle, a function that writes good replies, for supervised fine-tuning before RL.
 
-The rows hold exactly the tokens that the model meets in training, with the oracle's replies in place of sampled ones.
+The rows contain exactly the tokens that the model meets in training, with the oracle's replies instead of sampled ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +21,32 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, raised_at
 from async_rl.base.models_and_data.model_folder import end_tokens
 from async_rl.base.seams import import_object
-from async_rl.base.types import Prompt
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.agents.agent_process import AgentProcess
-from rollout_server.episodes.agents.agent_runner import AgentRunner
-from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.conversation.messages import Message, Schema
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Reply, Session, SessionLimits
-from rollout_server.episodes.env import Env
-from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.load import load_agent, load_task_env
-from rollout_server.episodes.players.player import open_tool_parser
-from rollout_server.episodes.players.question_env import QuestionEnv
-from rollout_server.episodes.tools.tool import load_tools
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.multi_turn import EpisodePlayer, open_tool_parser
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring
 from rollout_server.tasks.base import open_task
 
-AGENT_LOG = "agent.log"
-"""The end of the name of the file beside the folder of the model, runs/a/model.agent.log, that gets what an agent in a
-process of its own prints. The folder itself takes its place only once it is whole."""
-
 _NO_TOOLS = "knows no tools, set sft.base to tiny-qwen3-tools, or to the folder of a model that knows them"
 
 Oracle = Callable[[Sequence[Message], random.Random], str]
-"""Takes the conversation so far and a source of random numbers, returns a reply. Calls of tools are text of the reply,
-in the form of the model's chat template."""
+"""Takes (the conversation so far, a source of random numbers) and returns a reply. Tool calls are text of the reply, in
+the form of the model's chat template."""
 
 _conversation: ContextVar[Sequence[Message]] = ContextVar("conversation")
-"""The messages to which the reply that is being written answers."""
+"""The messages that the oracle answers."""
 
 
 class Demonstrator:
-    """Plays the episodes of a task with the replies of `sft.oracle`; `async-rl sft` trains on them.
+    """Plays the episodes of a task with the replies of `sft.oracle`. `async-rl sft` trains on them.
 
-    They are played with the environment, the agent or the tools of the task, as in training.
+    The environment, the agent or the tools of the task are the same as in training. What an agent in a process of its
+    own prints goes to a file next to the model: runs/a/model.agent.log.
 
     Args:
         tokenizer: the tokenizer of sft.base.
@@ -69,97 +57,67 @@ class Demonstrator:
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        base = Path(config.sft.base)
-        ends = end_tokens(base) if base.is_dir() else [tokenizer.eos_token_id]
+        base, model = Path(config.sft.base), Path(config.model.path)
         self._config = config
         self._tokenizer = tokenizer
         self._task = open_task(config, tokenizer)
         self._oracle = load_oracle(config.sft.oracle)
-        self._renderer = TurnRenderer(tokenizer, ends, config.task.chat_template_kwargs)
         try:
-            self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url=""))
+            parse = open_tool_parser(config, tokenizer, server_url="")
         except ConfigError as error:
             raise ConfigError(f"{error}. If the chat template of sft.base {_NO_TOOLS}") from None
-        timeouts = config.timeouts
-        self._times = EpisodeLimits(
-            tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, episode_s=timeouts.episode_s, on_timeout="partial"
-        )
-        self._sizes = SessionLimits(
+        ends = end_tokens(base) if base.is_dir() else [tokenizer.eos_token_id]
+        log_file = model.with_name(f"{model.name}.agent.log")  # the model's own folder appears only when it is whole
+        self._episodes = EpisodePlayer(config, tokenizer, ends, parse, log_file, on_timeout="partial")
+        self._limits = SessionLimits(
             max_tokens=config.longest_tokens, max_reply_tokens=config.rollout.max_response_tokens,
             max_turns=config.rollout.max_turns,
         )  # fmt: skip
-        self._envs = EnvRunner(self._times, config.task.max_concurrent_calls)
-        self._make_env = load_task_env(config) if config.task.env else None
-        self._tools = load_tools(config.task.tools)
         self._rewards = open_rewards(config, self._task)
 
     def play(self, count: int) -> list[Episode]:
         """Play one episode for each of the first `count` prompts, or for all if there are fewer, and return them.
 
-        The same run.seed gives the same episodes. Those that failed have no rows.
+        The same run.seed gives the same episodes. Failed ones have no rows.
 
         Raises:
-            ConfigError: the oracle raised or returned no text, the environment has tools that the chat template does
-                not know, or every episode failed.
+            ConfigError: the oracle raised or returned no text, the chat template does not know the tools of the
+                environment or agent, or every episode failed.
         """
         return asyncio.run(self._play(min(count, self._task.num_prompts)))
 
     async def _play(self, count: int) -> list[Episode]:
         places = asyncio.Semaphore(self._config.task.max_concurrent_calls)
-        async with AsyncExitStack() as stack:
-            agents = await self._open_agents(stack) if self._config.task.agent else None
-            scoring = Scoring(self._config, self._rewards)
-            stack.push_async_callback(scoring.aclose)
+        scoring = Scoring(self._config, self._rewards)
 
-            async def play_one(index: int) -> Episode:
-                async with places:
-                    return await self._episode(index, agents, scoring)
+        async def play_one(index: int) -> Episode:
+            async with places:
+                return await self._episode(index, scoring)
 
+        try:
             episodes = await asyncio.gather(*map(play_one, range(count)))
+        finally:
+            await scoring.aclose()
+            await self._episodes.aclose()
         if not any(episode.rows for episode in episodes):
             raise ConfigError(f"all episodes of sft.oracle {self._config.sft.oracle!r} failed: {episodes[0].error}")
         return episodes
 
-    async def _open_agents(self, stack: AsyncExitStack) -> AgentRunner:
-        task, endpoint = self._config.task, OpenAIEndpoint()
-        await endpoint.start()
-        stack.push_async_callback(endpoint.aclose)
-        agent = load_agent(task.agent) if not task.agent_python else None
-        if agent is None:
-            model = Path(self._config.model.path)
-            agent = AgentProcess(task.agent, model.with_name(f"{model.name}.{AGENT_LOG}"), task.agent_python)
-            stack.push_async_callback(agent.aclose)
-        return AgentRunner(agent, endpoint, self._times, task.max_concurrent_calls)
+    async def _episode(self, index: int, scoring: Scoring) -> Episode:
+        prompt, seed = self._task.prompt(index), self._config.run.seed + index
+        rng = random.Random(seed)
 
-    async def _episode(self, index: int, agents: AgentRunner | None, scoring: Scoring) -> Episode:
-        prompt = self._task.prompt(index)
-        rng = random.Random(self._config.run.seed + index)
-        open_session = partial(
-            OracleSession, self._oracle, rng, self._tokenizer, self._renderer, self._reader, self._sizes,
-            self._config.sft.base,
-        )  # fmt: skip
-        if agents is not None:
-            return await agents.run(prompt.question, open_session)
-        episode = await self._envs.run(partial(self._open_env, prompt), open_session)
-        if not self._rewards or not episode.rows:
+        def open_session() -> Session:
+            return OracleSession(
+                self._oracle, rng, self._tokenizer, self._episodes.renderer, self._episodes.reader, self._limits,
+                self._config.sft.base,
+            )  # fmt: skip
+
+        episode = await self._episodes.play(prompt, itertools.repeat(seed), open_session)
+        if self._config.task.agent or not self._rewards or not episode.rows:
             return episode
         (verdict,) = await scoring.score(prompt.question, [episode])
         return episode if verdict.reward is None else episode.with_reward(verdict.reward)
-
-    def _open_env(self, prompt: Prompt) -> Env:
-        if self._make_env is None:
-            return QuestionEnv(prompt.question, [tool for make in self._tools for tool in make()])
-        env = self._make_env(prompt, self._config.run.seed + prompt.index)
-        if env.tools and not self._knows_tools:
-            raise ConfigError(
-                f"task.env {self._config.task.env!r} has tools. As the chat template of sft.base "
-                f"{self._config.sft.base} {_NO_TOOLS}"
-            )
-        return env
-
-    @property
-    def _knows_tools(self) -> bool:
-        return "tool" in self._renderer.roles and self._reader.reads_calls
 
 
 class OracleSession(Session):
@@ -168,19 +126,13 @@ class OracleSession(Session):
     A reply that is too long is cut off where the engine would cut it off.
 
     Args:
-        base: sft.base, which an error names.
+        base: sft.base, for an error.
     """
 
     def __init__(
-        self,
-        oracle: Oracle,
-        rng: random.Random,
-        tokenizer: Any,
-        renderer: TurnRenderer,
-        reader: ReplyReader,
-        limits: SessionLimits,
-        base: str,
-    ) -> None:
+        self, oracle: Oracle, rng: random.Random, tokenizer: Any, renderer: TurnRenderer, reader: ReplyReader,
+        limits: SessionLimits, base: str,
+    ) -> None:  # fmt: skip
         async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
             text = oracle(_conversation.get(), rng)
             reply = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -198,15 +150,17 @@ class OracleSession(Session):
     async def offer(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any
     ) -> AsyncIterator[Reply]:
-        if tools and not self._reader.reads_calls:
-            raise ConfigError(f"the agent has tools. As the chat template of sft.base {self._base} {_NO_TOOLS}")
+        if tools and not (self._reader.reads_calls and "tool" in self._renderer.roles):
+            raise ConfigError(
+                f"task.env or task.agent has tools. As the chat template of sft.base {self._base} {_NO_TOOLS}"
+            )
         _conversation.set(messages)  # the task that samples the reply inherits it
         async with super().offer(messages, tools, **options) as reply:
             yield reply
 
 
 def load_oracle(name: str) -> Oracle:
-    """Return the oracle `name`. When called, it raises ConfigError too: if it fails, or returns no text.
+    """Return the oracle `name`. A call of it raises ConfigError if it fails, or returns no text.
 
     Raises:
         ConfigError: `name` can't be imported, or can't be called with messages and a source of random numbers.
@@ -234,7 +188,7 @@ def load_oracle(name: str) -> Oracle:
 
 
 def summary_of(episodes: Sequence[Episode]) -> str:
-    """Return a line with the number of episodes, their mean reward, and how many of them did not end by themselves."""
+    """Return a line with the number of episodes, their mean reward, and how many did not end by themselves."""
     rewards = [episode.reward for episode in episodes if episode.rows]
     text = f"{len(rewards)} episodes of the oracle, mean reward {sum(rewards) / len(rewards):.3f}"
     others = [episode for episode in episodes if episode.end != "done"]

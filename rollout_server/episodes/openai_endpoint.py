@@ -1,11 +1,11 @@
-"""An HTTP endpoint like OpenAI's, whose chat completions are replies of sessions; agents get it as their base_url.
+"""An HTTP endpoint like OpenAI's. Its chat completions are replies of sessions. Agents get it as their base_url.
 
     POST /s/{key}/v1/chat/completions    tools, streaming, usage
     GET  /s/{key}/v1/models
 
 Each session has a key that nobody can guess. It is part of the base URL, or the bearer token of requests to /v1. The
-policy samples as the run is configured, whatever temperature a request asks for. A reply counts only once all of it was
-written to a connection that was open: what is trained is what the agent has received.
+policy samples as the run is configured, whatever temperature a request asks for. A reply counts only after all of it
+was written to an open connection, so the learner trains on what the agent has received.
 """
 
 from __future__ import annotations
@@ -17,76 +17,85 @@ import secrets
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from async_rl.base.errors import AsyncRLError
-from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
+from rollout_server.episodes.conversation.messages import Message, Schema, plain_messages
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 
 MAX_BODY_BYTES = 16 * 2**20
 LARGE_BODY_BYTES = 100_000
 """Longer bodies are read as JSON in a thread."""
-MAX_RUNNING = 64
-"""Requests of one session that may run at once. Further ones wait."""
-PLACE_S = 600.0
-"""How long a request may wait until fewer than MAX_RUNNING others of its session run."""
 HEAD_S = 75.0
-"""How long a connection may be open without a whole head of a request, at its begin and after each reply."""
-BODY_S = 60.0
-"""How long the body of a request may take to arrive."""
+"""How long a connection may be open without the whole head of a request, at its start and after each reply."""
 NUM_REMEMBERED = 10_000
-"""The number of ended sessions that are remembered, so that a late request gets status 410 and not 401."""
+"""The number of remembered ended sessions. A late request to them gets status 410 and not 401."""
 _RETRY_COUNT = "x-stainless-retry-count"
 """OpenAI's clients send this header with every request: 0, or the number of the retry."""
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "temperature": (), "top_p": (), "top_k": (), "min_p": (), "frequency_penalty": (), "presence_penalty": (),
+    "repetition_penalty": (), "seed": (), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,), "reasoning_effort": (),
+}  # fmt: skip
+"""Parameters without effect: they would change how the policy samples, or need a constrained decoder, whose logprobs
+are of another distribution. Each has the values that change nothing, besides null."""
+_REFUSED = {
+    "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
+}  # fmt: skip
+"""Parameters that get status 400, each with the value that is accepted because it asks for nothing."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session that an agent can reach by HTTP: its address and key, its running requests, and their first errors."""
+    """A session that an agent can reach by HTTP."""
 
     session: Session
     base_url: str
     """The `base_url` for OpenAI's clients."""
     key: str
     """The `api_key` for them."""
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RUNNING))
-    """The places of its running requests."""
+    idle_since_s: float
+    """The end of the last request, in time.monotonic()."""
     num_running: int = 0
-    """The number of requests that run, or wait for a place."""
-    idle_since_s: float = 0.0
-    """The time of the event loop when the last request ended."""
+    """The number of running requests."""
     over: EpisodeOver | None = None
-    """The first refusal of a request because no turn or no room was left."""
+    """The first refusal because no turn or no room was left."""
     refused: RequestRefusedError | None = None
-    """The first refusal of a request for whatever reason."""
+    """The first refusal for any reason."""
     error: Exception | None = None
     """The first error of the engine."""
 
 
 class OpenAIEndpoint:
-    """The HTTP server, on a free port, from which the agents of a worker get their replies."""
+    """The HTTP server of a worker's agents, on a free port."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """Counts of requests, with keys like `requests`, `retries`, `refused`, `late`, `ignored/temperature`."""
+        """Counts of requests: `requests`, `retries`, `refused`, `late`, `ignored/temperature`, ..."""
         self.notes: list[str] = []
-        """Lines for the console, each about something that agents ask for and don't get."""
+        """Lines for the console about parameters of requests that have no effect."""
         self._told: set[str] = set()
-        """The ignored parameters of requests that a note has named."""
+        """The parameters that a note has named."""
         self._open: dict[str, OpenSession] = {}
         self._ended: deque[str] = deque(maxlen=NUM_REMEMBERED)
         self._address = ""
+        self._starting: asyncio.Task[None] | None = None
 
-    async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of `host`. A request needs the key of a session that is open."""
+    async def start(self) -> None:
+        """Listen on a free port of 127.0.0.1. Later calls do nothing."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._listen(), name="start of the agents' endpoint")
+        await asyncio.shield(self._starting)
+
+    async def _listen(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._refuse_in_json])
         for prefix in ("/s/{key}", ""):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
@@ -96,14 +105,17 @@ class OpenAIEndpoint:
             keepalive_timeout=HEAD_S, lingering_time=1.0,
         )  # fmt: skip
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, 0).start()
-        self._address = f"http://{host}:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._address = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def aclose(self) -> None:
-        await self._runner.cleanup()
+        """End the server, if it was started."""
+        if self._starting is not None:
+            await self._starting
+            await self._runner.cleanup()
 
     def open(self, session: Session) -> OpenSession:
-        """Let requests reach a session, and return it with its base URL and key. `end` undoes it."""
+        """Let requests reach a session until `end`, and return it with its base URL and key."""
         key = secrets.token_urlsafe(18)
         opened = OpenSession(session, f"{self._address}/s/{key}/v1", key, idle_since_s=time.monotonic())
         self._open[key] = opened
@@ -133,7 +145,7 @@ class OpenAIEndpoint:
     async def _refuse_in_json(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a request that is refused in the form of OpenAI's errors, whose message its clients show."""
+        """Answer a refused request in the form of OpenAI's errors, whose message its clients show."""
         try:
             return await handler(request)
         except RequestRefusedError as error:
@@ -149,8 +161,7 @@ class OpenAIEndpoint:
             opened.refused = opened.refused or refused
         kind = "server_error" if refused.status >= 500 else "invalid_request_error"
         body = {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
-        headers = {"x-should-retry": "true" if refused.status == 429 else "false"}
-        response = web.json_response(body, status=refused.status, headers=headers)
+        response = web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})
         if not request.content.is_eof():  # the rest of the body is not read, so the connection can have no next request
             response.force_close()
         return response
@@ -160,10 +171,10 @@ class OpenAIEndpoint:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "run"}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request with the reply of its session, which is received once it is written.
+        """Answer a request with the reply of its session. The reply counts as received when it is written.
 
         Raises:
-            RequestRefusedError: there is no reply; the error says why.
+            RequestRefusedError: there is no reply. The error says why.
         """
         self.counts["requests"] += 1
         opened = self._session(request)
@@ -175,8 +186,9 @@ class OpenAIEndpoint:
             asked.messages, asked.tools, max_tokens=asked.max_tokens, stop=asked.stop, is_retry=is_retry
         )
         try:
-            async with _place(opened), offer as reply:
-                return await _send(request, asked, reply)
+            with _running(opened):
+                async with offer as reply:
+                    return await _send(request, asked, reply)
         except _ClientGoneError:
             return web.Response()  # nobody reads it
         except (RequestRefusedError, RecursionError):
@@ -211,7 +223,7 @@ def _key_of(request: web.Request) -> str:
 
 
 def _engine_failed(opened: OpenSession, error: Exception) -> RequestRefusedError:
-    """Return the refusal for an error of the engine, which the runner of the episode raises."""
+    """Return the refusal for an error of the engine, and keep the error for the runner of the episode."""
     opened.error = opened.error or error
     return RequestRefusedError(500, "engine_failed", f"{type(error).__name__}: {error}")
 
@@ -221,7 +233,7 @@ class _ClientGoneError(Exception):
 
 
 def _is_about_us(record: logging.LogRecord) -> bool:
-    """Return False for an error that aiohttp logs because a client hung up, or does not speak HTTP."""
+    """Return False for errors that aiohttp logs because a client hung up, or does not speak HTTP."""
     of_client = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
     return not (record.exc_info and isinstance(record.exc_info[1], of_client))
 
@@ -230,46 +242,24 @@ _http_log = logging.getLogger(f"{__name__}.http")
 _http_log.addFilter(_is_about_us)
 
 
-@asynccontextmanager
-async def _place(opened: OpenSession) -> AsyncIterator[None]:
-    """Wait for one of the session's places, and hold it while the block runs.
-
-    Raises:
-        RequestRefusedError: no place became free within PLACE_S.
-    """
+@contextmanager
+def _running(opened: OpenSession) -> Iterator[None]:
     opened.num_running += 1
     try:
-        try:
-            async with asyncio.timeout(PLACE_S):
-                await opened.places.acquire()
-        except TimeoutError:
-            raise RequestRefusedError(
-                429, "too_many_requests",
-                f"this request waited {PLACE_S:g} s on the engine, which has not ended {MAX_RUNNING} earlier requests "
-                f"of its episode. At most {MAX_RUNNING} run at once",
-            ) from None  # fmt: skip
-        try:
-            yield
-        finally:
-            opened.places.release()
+        yield
     finally:
         opened.num_running -= 1
         opened.idle_since_s = time.monotonic()
 
 
 async def _asked(request: web.Request) -> CompletionRequest:
-    """Return what the body of a request asks for.
+    """Return the body of a request, checked.
 
     Raises:
-        RequestRefusedError: the body is invalid, too long, or does not arrive.
+        RequestRefusedError: the body is invalid or too long, or its connection breaks.
     """
     try:
-        async with asyncio.timeout(BODY_S):
-            body = await request.read()
-    except TimeoutError:
-        raise RequestRefusedError(
-            408, "too_slow", f"the endpoint waited {BODY_S:g} s on the client for the body of its request"
-        ) from None
+        body = await request.read()
     except web.HTTPRequestEntityTooLarge:
         limit = f"a body may have at most {MAX_BODY_BYTES} bytes ({MAX_BODY_BYTES >> 20} MiB)"
         raise RequestRefusedError(413, "body_too_large", limit) from None
@@ -287,7 +277,7 @@ def _read(body: bytes) -> CompletionRequest:
 
 
 def _unknown_address(request: web.Request) -> str:
-    """Return a sentence for a request to another address that names what exists, without the key of a session."""
+    """Return a sentence about a wrong address that names the right ones, without the key of a session."""
     _, _, rest = request.path.partition("/v1")
     hint = ": call set_default_openai_api('chat_completions')" if rest.startswith("/responses") else ""
     return (
@@ -334,7 +324,7 @@ def completion(reply: Reply) -> dict[str, Any]:
 
 
 def chunks(reply: Reply, with_usage: bool) -> list[dict[str, Any]]:
-    """Return the chunks of a streamed answer. The first holds the whole reply, as its calls are not known earlier."""
+    """Return the chunks of a streamed answer. The first one has the whole reply, as its calls are not known earlier."""
     delta: dict[str, Any] = {"role": "assistant", "content": reply.message["content"]}
     if calls := reply.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
@@ -352,3 +342,103 @@ def _finish_reason(reply: Reply) -> str:
 def _usage(reply: Reply) -> dict[str, int]:
     total = reply.num_prompt_tokens + reply.num_tokens
     return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": reply.num_tokens, "total_tokens": total}
+
+
+class RequestRefusedError(Exception):
+    """An agent's request is refused. The answer has HTTP status `status`, and `code` and the message in JSON."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """An agent's request for the next message of a conversation: the body of POST .../chat/completions, checked."""
+
+    messages: list[Message]
+    tools: list[Schema]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    stream_usage: bool
+    model: str
+    ignored: tuple[str, ...]
+    """The names of parameters that have no effect."""
+
+    @classmethod
+    def from_body(cls, body: Any) -> CompletionRequest:
+        """Return the request that a JSON body holds.
+
+        Raises:
+            RequestRefusedError: the body is invalid, or asks for something that the policy can't be trained on.
+        """
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            raise _invalid("messages", "a list of messages", body)
+        if refused := [key for key, nothing in _REFUSED.items() if body.get(key) not in (None, nothing)]:
+            raise RequestRefusedError(
+                400, "unsupported", f"the policy can't be trained on a reply with {', '.join(refused)}: leave it out"
+            )
+        tools, options = _tools(body.get("tools")), body.get("stream_options")
+        return cls(
+            messages=_messages(body["messages"]), max_tokens=_max_tokens(body), stop=_stop(body.get("stop")),
+            # "none" asks for a reply without calls: the model hardly calls tools that are not described to it.
+            tools=[] if body.get("tool_choice") == "none" else tools,
+            stream=bool(body.get("stream")), model=str(body.get("model", "policy")),
+            stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            ignored=tuple(key for key, honoured in IGNORED.items() if body.get(key) not in (None, *honoured)),
+        )  # fmt: skip
+
+
+def _messages(messages: list[Any]) -> list[Message]:
+    try:
+        plain = plain_messages(messages)
+    except ValueError as error:
+        raise RequestRefusedError(400, "invalid_request", str(error)) from None
+    has_called = False
+    for position, message in enumerate(plain):
+        has_called = has_called or "tool_calls" in message
+        if message["role"] == "tool" and not has_called:
+            raise RequestRefusedError(
+                400, "invalid_request",
+                f"messages[{position}] has the role tool, and no message before it has tool_calls: keep the reply with "
+                "the call before its result",
+            )  # fmt: skip
+    return plain
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    """Return the lower of the two limits of a reply that a body may set, or None."""
+    found = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None}
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise _invalid(name, "a whole number from 1", value)
+    return min(found.values(), default=None)
+
+
+def _tools(tools: Any) -> list[Schema]:
+    if tools is None:
+        return []
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in _list(tools, "tools")]
+    for function in functions:
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _invalid("tools", "objects of the type function, with function.name", tools)
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else _list(stop or [], "stop")
+    if not all(isinstance(text, str) and text for text in texts):
+        raise _invalid("stop", "texts", stop)
+    return tuple(texts)
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _invalid(name, "a list", value)
+    return value
+
+
+def _invalid(name: str, allowed: str, value: Any) -> RequestRefusedError:
+    return RequestRefusedError(400, "invalid_request", f"{name} must be {allowed}, got {value!r:.200}")

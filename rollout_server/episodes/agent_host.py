@@ -1,17 +1,17 @@
-"""The program of an agent process: python agent_host.py MODULE:NAME. It uses the standard library only.
+"""The program of an agent's own process: python agent_host.py MODULE:NAME. `AgentProcess` of agents.py starts it.
 
-So the environment of the agent need not have this package. Lines of JSON come by the pipe that is standard input:
+It uses the standard library only, so the Python environment of the agent need not have this package. It reads lines of
+JSON from standard input:
 
     {"call": 5, "question": {...}, "base_url": "...", "api_key": "..."}       {"cancel": 5}
 
-and go to the one that is standard output: {"call": 5, "reward": 1.0}, {"call": 5, "no_number": "None"} or {"call": 5,
-"fault": [fields of a Fault]}. The process ends when its input does. Neither the agent nor its children see these pipes:
-what they print goes to the log, and where they read standard input, it is empty.
+and writes to standard output {"call": 5, "reward": 1.0}, {"call": 5, "no_number": "None"} or {"call": 5, "fault":
+[fields of a Fault]}. The process ends when its input does. Neither the agent nor its children see these two pipes: what
+they print goes to the log, and their standard input is empty.
 """
 
 import asyncio
 import importlib
-import inspect
 import json
 import math
 import os
@@ -22,18 +22,18 @@ from contextlib import suppress
 from typing import IO, Any
 
 if __name__ != "__main__":
-    from rollout_server.episodes.user_code.faults import CodeExitError, Fault, GuardedCoroutine
+    from rollout_server.episodes.user_code import Fault, GuardedCoroutine, called
 else:  # a program has no package around it
-    from faults import CodeExitError, Fault, GuardedCoroutine  # type: ignore[import-not-found, no-redef]
+    from user_code import Fault, GuardedCoroutine, called  # type: ignore[import-not-found, no-redef]
 
-    del sys.modules["faults"]  # the agent may have a module of this name
+    del sys.modules["user_code"]  # the agent may have a module of this name
 
 CANCEL_S = 2.0
-"""How long agents may take to end once the worker has ended."""
+"""How long agents may take to end after the worker has ended."""
 
 
 class AgentHost:
-    """Calls the agent for many questions at once, as the lines of `requests` ask, and writes its rewards."""
+    """Calls the agent for many questions at a time, as the lines of `requests` say, and writes its rewards."""
 
     def __init__(self, agent: Any, requests: IO[str], replies: IO[str]) -> None:
         self._agent = agent
@@ -42,7 +42,7 @@ class AgentHost:
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Start and cancel calls of the agent as the requests ask; end the process when they end."""
+        """Start and cancel calls of the agent as the requests say. End the process when the requests end."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(_guarded_task)
         lines: asyncio.Queue[str] = asyncio.Queue()
@@ -79,7 +79,7 @@ class AgentHost:
     async def _call(self, number: int, request: dict[str, Any]) -> None:
         question = types.SimpleNamespace(**request["question"])
         try:
-            reward = await _result(self._agent, question, base_url=request["base_url"], api_key=request["api_key"])
+            reward = await called(self._agent, question, base_url=request["base_url"], api_key=request["api_key"])
             reply: dict[str, Any] = {"call": number, **_told(reward)}
         except BaseException as error:  # a cancelled call has nobody who waits for its reply
             reply = {"call": number, "fault": Fault.of(error)}
@@ -88,7 +88,7 @@ class AgentHost:
 
 
 def _told(reward: Any) -> dict[str, Any]:
-    """Return the field of a reply that tells a reward: the number, or the text of what is none."""
+    """Return the reward as a field of a reply: a number, or the text of what is no number."""
     try:
         return {"reward": float(reward)}
     except OverflowError:
@@ -100,31 +100,12 @@ def _told(reward: Any) -> dict[str, Any]:
             return {"no_number": f"a value of the class {type(reward).__name__} that can't be shown"}
 
 
-async def _result(agent: Any, *args: Any, **options: Any) -> Any:
-    if inspect.iscoroutinefunction(agent):
-        return await agent(*args, **options)
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def work() -> None:
-        try:
-            outcome, value = future.set_result, agent(*args, **options)
-        except BaseException as error:
-            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # a future can hold these
-            outcome, value = future.set_exception, error if is_plain else CodeExitError(error)
-        loop.call_soon_threadsafe(lambda: None if future.done() else outcome(value))
-
-    threading.Thread(target=work, daemon=True).start()
-    result = await future
-    return await result if inspect.isawaitable(result) else result
-
-
 def _guarded_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     return asyncio.Task(GuardedCoroutine(coroutine), loop=loop, **options)
 
 
 def _take_pipes() -> tuple[IO[str], IO[str]]:
-    """Return standard input and standard output as files of this process alone, and put others into their places."""
+    """Return standard input and output as files that only this process has, and put others into their places."""
     requests, replies = os.dup(0), os.dup(1)  # programs that are started do not inherit these
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -140,7 +121,7 @@ def _take_pipes() -> tuple[IO[str], IO[str]]:
 
 def main() -> None:
     requests, replies = _take_pipes()
-    own_folder = os.path.dirname(os.path.abspath(__file__))  # it has an faults.py, as the agent's packages may have
+    own_folder = os.path.dirname(os.path.abspath(__file__))  # its names hide packages, such as `agents` of OpenAI's SDK
     sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
     sys.path.sort(key=lambda folder: "py_modules_files" not in folder)  # see async_rl/base/seams/user_modules.py
     module, _, name = sys.argv[1].partition(":")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,37 +21,30 @@ from transformers import AutoModel
 
 from learner.models.sequence import head_repeats
 
-_LAYERS = (2, 3)
-_ROWS = (1, 2)
-
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """The bytes that a forward and backward pass takes for each row, without weights and their gradients."""
+    """Bytes of a forward and backward pass for each row, without weights and their gradients."""
 
-    kept: float
-    """The bytes that the forward pass keeps for the backward pass."""
-    peak: float
-    """The most at a time: what is kept, and what the backward pass of a block makes."""
+    kept: float  # by the forward pass for the backward pass
+    peak: float  # the most at a time: what is kept, and what the backward pass of a block makes
 
 
 def measure_pass(
     config: Any, row_tokens: int, dtype: torch.dtype, *, checkpoints: bool, masked: bool, slices: int = 1
 ) -> PassMemory:
-    """Return the memory of a row in a pass of the model that `config`, a transformers config, describes.
+    """Return the memory of a row in a pass of the model of `config`, a transformers config.
 
-    With learner.sequence_parallel it is the memory of one of the `slices` ranks that split the row. Attention is SDPA,
-    unless the config says eager; flex and flash attention keep as much. The passes are made with two and with three
-    layers, with one row and with two, and all other sizes follow from these.
+    Passes are made with two and three layers and with one and two rows; larger sizes follow from these. Attention is
+    eager or SDPA; flex and flash attention keep as much as SDPA.
 
     Args:
         checkpoints: keep only the inputs of each block.
-        masked: attention has a mask [rows, 1, S, S], which counts, for each rank that splits the row; else it is
-            causal.
+        masked: attention has a mask [rows, 1, S, S], which each rank has whole; else it is causal.
+        slices: ranks that split the row (learner.sequence_parallel). The result is the memory of one of them.
 
     Raises:
-        NotImplementedError: the sizes of the model's tensors depend on its data, so that data would be needed; or the
-            ranks that split a row gather its keys.
+        NotImplementedError: the model can't run without data, or the ranks that split a row gather its keys.
     """
     heads = config.num_attention_heads
     if slices > 1 and not head_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, slices):
@@ -60,24 +54,22 @@ def measure_pass(
     if dtype == torch.float32 and getattr(config, "num_experts", None):  # experts compute without data in bfloat16 only
         half = measure_pass(config, row_tokens, torch.bfloat16, checkpoints=checkpoints, masked=masked, slices=slices)
         return PassMemory(2 * half.kept, 2 * half.peak)
-    found = {
-        (layers, rows): _pass_bytes(config, layers, rows, row_tokens, dtype, checkpoints, masked)
-        for layers in _LAYERS for rows in _ROWS
-    }  # fmt: skip
+
+    def added_row(layers: int) -> np.ndarray:
+        """Return (bytes kept, most bytes at a time) that a second row adds."""
+        one, two = (_pass_bytes(config, layers, rows, row_tokens, dtype, checkpoints, masked) for rows in (1, 2))
+        return np.subtract(two, one)
+
+    few, more = added_row(2), added_row(3)
     mask = dtype.itemsize * row_tokens**2 * masked
-
-    def of_row(index: int) -> float:
-        """Return the bytes of one more row at the config's number of layers."""
-        few, more = (found[layers, _ROWS[1]][index] - found[layers, _ROWS[0]][index] for layers in _LAYERS)
-        return (few + (more - few) * (config.num_hidden_layers - _LAYERS[0])) / slices + mask
-
-    return PassMemory(of_row(0), of_row(1))
+    kept, peak = (few + (more - few) * (config.num_hidden_layers - 2)) / slices + mask
+    return PassMemory(float(kept), float(peak))
 
 
 def _pass_bytes(
     config: Any, layers: int, rows: int, row_tokens: int, dtype: torch.dtype, checkpoints: bool, masked: bool
 ) -> tuple[int, int]:
-    """Return (bytes kept for the backward pass, most bytes at a time) without the mask and the gradients of weights."""
+    """Return (bytes kept, most bytes at a time) of a pass, without the mask and the gradients of weights."""
     config = deepcopy(config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
@@ -116,10 +108,9 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made within the `with` block while they live: `peak` is their most.
+    """Counts the bytes of tensors, with or without data, that are made in the `with` block and alive: `live`, `peak`.
 
-    Tensors without data count too. What one operation allocates for itself alone is not seen. `existing` are tensors
-    from before the block. Views of them cost nothing.
+    It does not see what one operation allocates for itself. Views of `existing` tensors cost nothing.
     """
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:

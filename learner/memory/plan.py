@@ -1,4 +1,4 @@
-"""Plans the memory of learner ranks and servers: their room, a table before the start, and advice if they don't fit."""
+"""Memory of a run's learner ranks and servers before its start: does it fit, a table, and advice if it doesn't."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 IN_TURNS_BYTES = 5 * GIB
 """GPU memory of a server that has released weights and KV cache, such as CUDA graphs. An estimate."""
 GRAPHS_BYTES = 2 * GIB
-"""GPU memory of a server beside its share from its start on: CUDA context and graphs. An estimate."""
+"""GPU memory of a server outside its share: CUDA context and graphs. An estimate."""
 PROCESS_BYTES = GIB // 2
 """CPU memory of a process without weights: the interpreter and its libraries."""
 _MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
@@ -28,10 +28,10 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def batch_bytes(config: Config, model: Any) -> int:
-    """Return what a server takes of a GPU only for its fullest batch, given the text part of the model's config.
+    """Return the GPU memory that only a server's fullest batch takes, given the text part of the model's config.
 
-    Logits in float32, their softmax, its logarithm and a bfloat16 product: 14 bytes a reply and word. Or gate, up and
-    their product of a batch of prompts, in bfloat16.
+    Logits in float32, their softmax, its logarithm and a bfloat16 product: 14 bytes for each reply and word. Or gate,
+    up and their product of a batch of prompts, in bfloat16.
     """
     replies = min(config.max_running_replies, _MOST_REPLIES)
     prompts = 6 * _PREFILL_TOKENS * int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
@@ -46,10 +46,9 @@ def host_bytes() -> int:
 
 
 def free_room(config: Config, device: torch.device) -> int:
-    """Return the bytes that a rank that is about to load its models may use on `device`. Its servers are up already.
+    """Return the bytes on `device` that a rank may use, before it loads its models and after its servers have started.
 
-    If other processes hold much of a GPU, they are servers that generate at the same time: their fullest batch is to
-    come.
+    Other processes that use much of a GPU are servers: their fullest batch is still to come.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -65,10 +64,7 @@ def free_room(config: Config, device: torch.device) -> int:
 
 
 def decide_checkpointing(config: Config, device: torch.device) -> bool:
-    """Return learner.gradient_checkpointing, with auto decided by the memory. Collective.
-
-    auto is true if one rank has no room for the activations of a full micro-batch.
-    """
+    """Return learner.gradient_checkpointing; auto is true if a rank has no room for a full micro-batch. Collective."""
     if config.learner.gradient_checkpointing != "auto":
         return config.learner.gradient_checkpointing
     fits = RankMemoryEstimate(config, device.type).fits_plain(free_room(config, device))
@@ -81,7 +77,7 @@ class MemoryPlan:
     """The memory that the processes of a run need and have. Models are measured without their weights.
 
     Args:
-        rank_gpus: the share of a GPU of each learner rank; with 0 all processes share one host without GPUs.
+        rank_gpus: the share of a GPU of each learner rank. 0: all processes share one host without GPUs.
         total: the bytes of the smallest GPU, or of that host.
         kv_token_bytes: the function of rollout_server/engines/base.py.
 
@@ -97,17 +93,15 @@ class MemoryPlan:
         self.estimate = RankMemoryEstimate(config, "cuda" if rank_gpus else "cpu")
         policy, dtype, tp = self.estimate.networks[0], self.estimate.dtype, placement.rollout.tp
         model = policy.config.get_text_config()
+        # Bytes of a server on one device: weights, one token in its KV cache, and what it takes outside its share.
         self.weights = dtype.itemsize * policy.base // tp
-        """The bytes of a server's weights on one device."""
         self.kv_token = kv_token_bytes(model, str(dtype).removeprefix("torch."), tp)
-        """The bytes of one token in its KV cache."""
-        self.answer_tokens = config.max_running_replies * config.longest_tokens
-        """The tokens of all answers that may be in flight at a server."""
         self.extra = GRAPHS_BYTES + batch_bytes(config, model)
-        """The bytes that a server takes of a GPU beside its share."""
+        # Tokens of all answers that may be in flight at a server.
+        self.answer_tokens = config.max_running_replies * config.longest_tokens
+        # Servers may use a share of the rank's GPU while it trains, or in turn with it.
         is_shared = 0 < rank_gpus < 1 and not rollout.server_url
         self.is_shared = is_shared and not config.shares_gpus
-        """Whether servers hold a share of the rank's GPU while it trains."""
         if self.on_gpu:
             per_gpu = 1 if placement.colocated or not is_shared else placement.num_servers
             rank = total - IN_TURNS_BYTES if config.shares_gpus else total
@@ -119,15 +113,14 @@ class MemoryPlan:
             taken = servers * (self.weights + self.kv_token * self.answer_tokens + PROCESS_BYTES)
             rank = (total - taken) // placement.learner.ranks - PROCESS_BYTES
             server = total // max(1, servers)
+        # Bytes that a learner rank may use, and a server for weights and KV cache.
         self.rank_room, self.server_room = max(0, rank), server
-        """The bytes that a learner rank may use, and a server for weights and KV cache."""
         asked = config.learner.gradient_checkpointing
         self.checkpoints = asked is True or (asked == "auto" and not self.estimate.fits_plain(self.rank_room))
+        # Bytes of a server's device for its next weights while they arrive.
         self.staged = self.weights if config.weight_sync.double_buffer == "device" else 0
-        """The bytes of a server's device that hold its next weights while they arrive."""
-        left = max(0, self.server_room - self.weights) // self.kv_token
+        left = max(0, self.server_room - self.weights) // self.kv_token  # tokens that the KV cache has room for
         self.kv_tokens = left if self.on_gpu else min(left, self.answer_tokens)
-        """The tokens that the KV cache of a server has room for."""
 
     def rank_memory(self) -> RankMemory:
         """Return the memory of a learner rank as it is configured; NotImplementedError: it can't be computed."""
@@ -152,8 +145,10 @@ class MemoryPlan:
             return [f"the learner's memory is not checked: {error}"]
         if needed <= self.rank_room:
             return []
-        has = f"of {'a GPU' if self.on_gpu else 'this host'} with {_size(self.total)} it has {_size(self.rank_room)}"
-        text = f"a learner rank needs {_size(needed)}, {has}"
+        place = "a GPU" if self.on_gpu else "this host"
+        text = (
+            f"a learner rank needs {_size(needed)}, of {place} with {_size(self.total)} it has {_size(self.rank_room)}"
+        )
         offload = "learner.offload: moments or all, more learner ranks on GPUs of their own, or " if self.on_gpu else ""
         mend = f"{'a lower rollout.gpu_memory_utilization, ' if self.is_shared else ''}{offload}a smaller model"
         least = -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
@@ -168,20 +163,20 @@ class MemoryPlan:
         ]
 
     def check_servers(self) -> None:
-        """Check that each server has memory for its weights and one answer, or in its turn for its share."""
-        rollout, left, total = self.config.rollout, self.total - self.server_room, _size(self.total)
-        asked = f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization}"
+        """Raise ConfigError if a GPU has too little memory for a server's share, its weights and one answer."""
         if not self.on_gpu:
             return
+        left, total, share = self.total - self.server_room, _size(self.total), _size(self.server_room)
+        asked = f"rollout.gpu_memory_utilization {self.config.rollout.gpu_memory_utilization}"
         if self.staged and left < self.staged + self.extra:
             raise ConfigError(
                 f"weight_sync.double_buffer device needs {_size(self.staged)} of a server's GPU once more, and "
                 f"activations {_size(self.extra)}; {asked} leaves {_size(left)} of {total}. Lower it, or set "
                 "weight_sync.double_buffer: host"
             )
-        if rollout.server_url:
+        if self.config.rollout.server_url:
             return
-        least, share = self.weights + self.config.longest_tokens * self.kv_token, _size(self.server_room)
+        least = self.weights + self.config.longest_tokens * self.kv_token
         if self.server_room < least:
             raise ConfigError(
                 f"{asked} gives a server {share} of a GPU with {total}: too little for its weights and one answer, "
@@ -191,37 +186,31 @@ class MemoryPlan:
         if self.config.shares_gpus and left < self.extra + kept:
             fits = max(0, int(100 * (self.total - self.extra - kept) / self.total)) / 100
             raise ConfigError(
-                f"memory: in its turn a server has {asked} of a GPU with {total}, {share}, and {_size(self.extra)} "
-                f"for activations; the learner keeps {_size(kept)} there: together more than the GPU has. Set "
-                f"rollout.gpu_memory_utilization to {fits} or less, learner.offload: moments or all, or more learner "
-                "ranks"
+                f"memory: {asked} gives a server in its turn {share} of a GPU with {total}; its activations take "
+                f"{_size(self.extra)} and the learner keeps {_size(kept)}: more than the GPU has. Set rollout."
+                f"gpu_memory_utilization to {fits} or less, learner.offload: moments or all, or more learner ranks"
             )
 
     def table(self) -> list[str]:
         """Return the table of `async-rl train --dry-run`: lines by rank and server."""
-        config, placement = self.config, self.config.placement
+        placement, rank = self.config.placement, f"each of {self.config.placement.learner.ranks} learner rank(s):"
         lines = [f"{'smallest GPU' if self.on_gpu else 'host'}: {_size(self.total)}"]
-        ranks = f"each of {placement.learner.ranks} learner rank(s):"
         try:
             memory = self.rank_memory()
-        except NotImplementedError as error:
-            lines.append(f"{ranks} not computed: {error}")
-        else:
             fullest = max(memory.peaks, key=memory.peaks.__getitem__)
-            how = "with" if self.checkpoints else "without"
-            lines.append(
-                f"{ranks} at most {_size(memory.peak)} at a time ({fullest}, {how} gradient checkpointing), has "
-                f"{_size(self.rank_room)}"
-            )
-            held = memory.parts | {f"{name} (host)": size for name, size in memory.host.items()}
-            lines += [_line(name, size) for name, size in held.items() if size]
-        if config.rollout.server_url:
+            how = f"{fullest}, {'with' if self.checkpoints else 'without'} gradient checkpointing"
+            lines.append(f"{rank} at most {_size(memory.peak)} at a time ({how}), has {_size(self.rank_room)}")
+            lines += [_line(name, size) for name, size in memory.parts.items() if size]
+            lines += [_line(f"{name} (host)", size) for name, size in memory.host.items() if size]
+        except NotImplementedError as error:
+            lines.append(f"{rank} not computed: {error}")
+        if self.config.rollout.server_url:
             return lines
         evaluating = f" and {placement.eval.servers} evaluation" if placement.eval.servers else ""
         lines += [f"each of {placement.rollout.servers} rollout{evaluating} server(s):", _line("weights", self.weights)]
         if self.staged:
             lines.append(_line("staged weights", self.staged))
-        if config.weight_sync.delta:  # the weights that a sparse push is made against
+        if self.config.weight_sync.delta:  # the weights that a sparse push is made against
             pushed = self.estimate.networks[0].has.all * self.estimate.dtype.itemsize
             lines.append(_line("pushed weights (host)", pushed) + "  of each GPU's process, and once at learner rank 0")
         kv = _line("KV cache", self.kv_tokens * self.kv_token)

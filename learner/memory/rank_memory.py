@@ -1,8 +1,16 @@
-"""Computes how much memory a learner rank needs, for each use, before anything is loaded.
+"""Memory of a learner rank, by use and by moment, computed before anything is loaded.
 
-The peak is the fullest moment of a step: one of a network's backward pass (moments.py), with weights, optimizer state,
-gradients of earlier micro-batches and what other networks have there; or the push: weights, optimizer state, two
-buckets and the largest weight, gathered.
+The peak is the fullest moment of a step: a weight push, or one of these moments in a network's backward pass.
+
+    logits       the output head: all activations, logits, and the gradient of the head
+    last block   the first of the backward pass: all activations, and what the pass of a block makes
+    first block  the last of the backward pass: the activations of one block, and the gradients of all others
+    embedding    the gradients of embeddings and of all that is no block, until they are split over the ranks
+
+FSDP2 shards each block by itself and all the rest, the root, together: the root stays gathered during the whole pass,
+and its gradients are split at the end. With learner.sequence_parallel, embeddings and head are units of their own: each
+is gathered only while it computes, and the head's gradient is split before those of the blocks are computed, unless
+both are the same tensor.
 """
 
 from __future__ import annotations
@@ -10,31 +18,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from async_rl.base.config import Config
 from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.objective import Objective
-from learner.memory.moments import Moments
-from learner.memory.networks import NetworkSizes, networks_of
-from learner.memory.optimizer_state import MASTER_BYTES
-from learner.memory.passes import PassMemory, measure_pass
+from learner.memory.sizes import MASTER_BYTES, NetworkSizes, networks_of
+from learner.models import token_scores
 from learner.models.policy import layout_of
 
+if TYPE_CHECKING:
+    from learner.memory.passes import PassMemory
+
 PROCESS_BYTES = {"cpu": 0, "cuda": 3 * 2**29}
-"""Memory of a process with a GPU before it holds a tensor: the CUDA context and NCCL's buffers, 1.3 GiB on an H100; on
-a CPU only tensors are counted."""
+"""[device] memory of a process before it holds a tensor: the CUDA context and NCCL's buffers, 1.3 GiB on an H100. On a
+CPU only tensors are counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The bytes that one learner rank needs."""
+    """Bytes that one learner rank needs."""
 
-    parts: dict[str, int]
-    """The bytes on the rank's device by what they are for; not all of them are there at the same time."""
-    host: dict[str, int]
-    """The bytes in CPU memory that learner.offload, reference.offload and checkpoints take, by what they are for."""
-    peaks: dict[str, int]
-    """The bytes on the device at each moment that may be the fullest."""
+    parts: dict[str, int]  # [use] on the rank's device, not all at the same time
+    host: dict[str, int]  # [use] in CPU memory: what is offloaded, and checkpoints
+    peaks: dict[str, int]  # [moment] on the device
 
     @property
     def peak(self) -> int:
@@ -43,37 +50,34 @@ class RankMemory:
 
 
 class RankMemoryEstimate:
-    """Estimates the memory of a learner rank. The models' headers are read once.
-
-    Raises:
-        ConfigError: a model can't be loaded.
-    """
+    """Estimates the memory of a learner rank; ConfigError: a model can't be loaded. Models' headers are read once."""
 
     def __init__(self, config: Config, device_type: str) -> None:
-        self._config = config
-        self._device_type = device_type
+        self._config, self._device_type = config, device_type
         self._slices, learner = config.learner.sequence_parallel, config.placement.learner
+        # The number of ranks that weights are split over.
         self._split = learner.ranks if config.learner.sharding == "full" else max(1, learner.ranks // learner.nodes)
-        """The number of ranks that weights are split over."""
+        self._process = PROCESS_BYTES[device_type]
         self.dtype = serving_dtype(config, device_type)
         self.networks = networks_of(config)
-        self._passes: dict[tuple[str, bool], PassMemory] = {}
+        self._rows: dict[tuple[str, bool], PassMemory] = {}
 
     def measure(self, network: NetworkSizes, checkpoints: bool) -> PassMemory:
-        """Return the memory of the longest row, or of this rank's slice of it, in a pass of the network.
+        """Return the memory of this rank's part of the longest row in a pass of the network.
 
         Raises:
             NotImplementedError: it can't be measured without data.
         """
-        key = (network.role, checkpoints)
-        if key not in self._passes:
-            shares_rows = layout_of([SimpleNamespace(config=network.config)]).masked
-            has_mask = self._config.model.attn_implementation in ("sdpa", "eager")
-            self._passes[key] = measure_pass(
-                network.config, self._config.longest_tokens, self.dtype, checkpoints=checkpoints,
-                masked=shares_rows and has_mask and self._config.rollout.group_size > 1, slices=self._slices,
-            )
-        return self._passes[key]
+        from learner.memory.passes import measure_pass
+
+        key, config = (network.role, checkpoints), self._config
+        if key not in self._rows:
+            shares_rows = layout_of([SimpleNamespace(config=network.config)]).masked and config.rollout.group_size > 1
+            self._rows[key] = measure_pass(
+                network.config, config.longest_tokens, self.dtype, checkpoints=checkpoints, slices=self._slices,
+                masked=shares_rows and config.model.attn_implementation in ("sdpa", "eager"),
+            )  # fmt: skip
+        return self._rows[key]
 
     def fits_plain(self, room: int) -> bool:
         """Return whether a rank with `room` bytes trains without checkpointing; False where that can't be computed."""
@@ -83,8 +87,8 @@ class RankMemoryEstimate:
             return False
 
     def is_surely_small(self, room: int) -> bool:
-        """Return whether half of `room` is enough at the very most: measuring a pass would take seconds."""
-        learner, longest, total = self._config.learner, self._config.longest_tokens, 0
+        """Return whether a bound far above the need fits `room`. It saves the seconds that measuring a pass takes."""
+        longest, total = self._config.longest_tokens, 0
         for network in self.networks:
             model = network.config.get_text_config()
             # for each token a layer makes about as many numbers as it has weights for each of its inputs
@@ -92,11 +96,11 @@ class RankMemoryEstimate:
             is_eager = self._config.model.attn_implementation == "eager"
             pairs = longest * (3 * model.num_hidden_layers * model.num_attention_heads if is_eager else 4)
             total += 2 * MASTER_BYTES * network.has.all + network.state + network.average
-            total += MASTER_BYTES * learner.max_tokens_per_forward * (numbers + pairs)
+            total += MASTER_BYTES * self._config.learner.max_tokens_per_forward * (numbers + pairs)
         return 2 * total < room
 
     def rank_memory(self, *, checkpoints: bool, max_tokens: int = 0) -> RankMemory:
-        """Return the memory of a rank; `max_tokens` takes the place of learner.max_tokens_per_microbatch, if given.
+        """Return the memory of a rank. `max_tokens` replaces learner.max_tokens_per_microbatch, unless it is 0.
 
         Raises:
             NotImplementedError: a pass can't be measured without data.
@@ -110,56 +114,51 @@ class RankMemoryEstimate:
         host: dict[str, int] = {}
         for name, num_bytes, is_offloaded in self._held():
             (host if is_offloaded and self._device_type != "cpu" else parts)[name] = num_bytes
-        moments = [
-            Moments(
-                network=network, passes=self.measure(network, checkpoints), rows=rows, split=self._split,
-                tokens=rows * longest // self._slices, device_type=self._device_type, itemsize=self.dtype.itemsize,
-                slices=self._slices, is_first=of_rank <= rows, keeps_gradients=f"{network.role}: gradients" in parts,
+        passes = [
+            backward_pass(
+                network, self.measure(network, checkpoints), rows=rows, tokens=rows * longest // self._slices,
+                device_type=self._device_type, itemsize=self.dtype.itemsize, split=self._split, slices=self._slices,
+                is_first=of_rank <= rows, keeps_gradients=f"{network.role}: gradients" in parts,
             )
             for network in self.networks if network.trains.all
         ]  # fmt: skip
-        peaks = self._peaks(moments, parts)
-        for found in moments:
-            parts[f"{found.network.role}: activations"] = round(found.kept)
-            parts[f"{found.network.role}: gathered"] = found.gathered
-            parts[f"{found.network.role}: logits and head"] = found.scores
-        parts["push buffers"] = self._push()
-        parts["process"] = PROCESS_BYTES[self._device_type]
-        host["checkpoint being written"] = sum(found.network.saved // self._split for found in moments)
-        return RankMemory(parts=parts, host=host, peaks=peaks)
+        peaks = self._peaks(passes, parts)
+        for each in passes:
+            role = each.network.role
+            parts[f"{role}: activations"], parts[f"{role}: gathered"] = round(each.kept), each.gathered
+            parts[f"{role}: logits and head"] = each.scores
+        parts |= {"push buffers": self._push(), "process": self._process}
+        host["checkpoint being written"] = sum(each.network.saved // self._split for each in passes)
+        return RankMemory(parts, host, peaks)
 
     def kept(self) -> int:
         """Return the bytes that a rank has on its device between its steps."""
         held = sum(size for name, size, is_offloaded in self._held() if not (is_offloaded or "gradients" in name))
-        return held + PROCESS_BYTES[self._device_type]
+        return held + self._process
 
-    def _peaks(self, moments: list[Moments], held: dict[str, int]) -> dict[str, int]:
-        """Return the bytes on the device at each moment that may be the fullest.
-
-        Args:
-            held: what is held over the whole step, and gradients, in bytes.
-        """
+    def _peaks(self, passes: list[BackwardPass], held: dict[str, int]) -> dict[str, int]:
+        """Return [moment] bytes on the device, given the bytes of gradients and of what is held during a step."""
         gradients = {name.partition(":")[0]: size for name, size in held.items() if name.endswith("gradients")}
-        fixed = sum(held.values()) - sum(gradients.values()) + PROCESS_BYTES[self._device_type]
+        fixed = sum(held.values()) - sum(gradients.values()) + self._process
         peaks = {"push": float(fixed + self._push())}
         if self._device_type == "cpu":  # there buckets are kept from push to push
             fixed += self._buckets()
-        objective, policy = Objective(self._config), moments[0]
+        objective, policy = Objective(self._config), passes[0]
         critic_waits = not objective.trains_critic_first  # the policy's forward pass comes before its backward pass
-        for found in moments:
+        for each in passes:
             there = float(fixed)
-            if found is policy:  # the critic's pass is over
+            if each is policy:  # the critic's pass is over
                 there += gradients.get("critic", 0)
             else:
-                there += 0 if found.is_first else gradients.get("policy", 0)
+                there += 0 if each.is_first else gradients.get("policy", 0)
                 there += policy.kept if critic_waits else 0
                 there += policy.root if critic_waits or objective.computes_proximal else 0  # a pass has gathered it
-            for name, size in found.at_each().items():
+            for name, size in each.moments.items():
                 peaks[name] = max(peaks.get(name, 0.0), there + size)
         return {name: round(size) for name, size in peaks.items()}
 
     def _held(self) -> Iterator[tuple[str, int, bool]]:
-        """Yield (name, bytes, whether it is offloaded) of what a rank holds over the whole step."""
+        """Yield (use, bytes, whether it is offloaded) of what a rank holds during a whole step."""
         split, offload = self._split, self._config.learner.offload
         for network in self.networks:
             role, trained = network.role, MASTER_BYTES * network.trains.all // split
@@ -181,12 +180,91 @@ class RankMemoryEstimate:
         return min(model_bytes, most) if self._device_type == "cpu" else most  # on a CPU what is not used is not there
 
     def _push(self) -> int:
-        """Return the bytes of the buckets and of the largest weight, which is converted and gathered.
-
-        A weight that may have an adapter is gathered in float32, summed up with it, and then converted.
-        """
+        """Return the bytes of the buckets and of the largest weight, which is converted and gathered."""
         is_converted = self.dtype.itemsize != MASTER_BYTES
         each = self.dtype.itemsize if is_converted or self._split > 1 else 0
-        if self._config.model.lora.rank:
+        if self._config.model.lora.rank:  # gathered in float32, merged with its adapter, and then converted
             each = MASTER_BYTES * (1 + (self._split > 1)) + self.dtype.itemsize * is_converted
         return self._buckets() + self.networks[0].largest * each
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass:
+    """Bytes of one network's backward pass over a micro-batch on one rank, without held weights and optimizer state."""
+
+    network: NetworkSizes
+    is_first: bool  # there are no gradients of earlier micro-batches
+    kept: float  # by the forward pass for the backward pass
+    root: int  # weights that a forward pass leaves gathered
+    gathered: int  # the most weights that are gathered at a time
+    scores: int  # logits, and the gradient of the head
+    moments: dict[str, float]  # at each moment that may be the fullest
+
+
+def backward_pass(
+    network: NetworkSizes, row: PassMemory, *, rows: int, tokens: int, device_type: str, itemsize: int, split: int,
+    slices: int, is_first: bool, keeps_gradients: bool,
+) -> BackwardPass:  # fmt: skip
+    """Return the bytes of a backward pass.
+
+    Args:
+        rows: rows of full length in the micro-batch; this rank has `tokens` of their tokens.
+        itemsize: bytes of a number in the compute type.
+        split: ranks that weights are split over.
+        slices: ranks that a row, the output head and the embeddings are split over.
+        is_first: there are no gradients of earlier micro-batches.
+        keeps_gradients: gradients stay on the device once they are split; with learner.offload all they don't.
+    """
+    has, trains, is_tied = network.has, network.trains, network.is_tied
+    # Gathered blocks: the one that computes, and the next one, flat and taken apart.
+    blocks = itemsize * has.block * (1 if split == 1 else 3)
+    waits = slices == 1 or is_tied  # the head stays gathered, and its gradient whole, during the whole pass
+
+    def splitting(numbers: int) -> int:
+        """Return the bytes of gradients while they are split over ranks: copied to float32, then added up in parts."""
+        return max(itemsize * numbers + MASTER_BYTES * numbers, MASTER_BYTES * (numbers + numbers // split))
+
+    if slices == 1:  # weights outside the blocks, which are gathered; numbers of embeddings and what is made for them
+        at_logits = between = at_embedding = itemsize * has.rest
+        numbers = trains.rest
+        made = itemsize * (numbers + trains.embeddings * is_tied)  # and those of the head
+    else:
+        root = has.rest - has.embeddings - (0 if is_tied else has.head)
+        between = itemsize * (root + is_tied * (has.embeddings // slices))
+        at_logits = between if is_tied else itemsize * (root + has.head // slices)
+        at_embedding = itemsize * (root + has.embeddings // slices)
+        numbers = trains.embeddings // slices
+        made = (MASTER_BYTES + itemsize + itemsize * is_tied) * numbers
+    of_block = rows * (row.peak - row.kept) + splitting(trains.block)
+    of_block += itemsize * trains.head // slices if waits else 0
+    kept, scores = rows * row.kept, _score_bytes(network, tokens, device_type, itemsize, slices)
+    before = 0 if waits else trains.head
+    after = before + trains.all - trains.rest
+    moments = {  # bytes that only the pass makes, and numbers of the gradients that are split already
+        "logits": (kept + scores + at_logits, 0),
+        "last block": (kept + of_block + between, before),
+        "first block": (kept / max(1, network.layers) + of_block + between, after),
+        "embedding": (max(made + at_embedding, splitting(numbers)), after),
+    }
+    with_gradients = {
+        name: size + blocks + MASTER_BYTES * keeps_gradients * (done if is_first else trains.all) // split
+        for name, (size, done) in moments.items()
+    }
+    gathered = blocks + max(at_logits, between, at_embedding)
+    return BackwardPass(network, is_first, kept, between if waits else 0, gathered, scores, with_gradients)
+
+
+def _score_bytes(network: NetworkSizes, tokens: int, device_type: str, itemsize: int, slices: int) -> int:
+    """Return the bytes of logits and of the head's gradient; see token_scores.py and split_vocabulary.py.
+
+    The gradient of a chunk may be added to a sum. It is made when only the logits' gradient, in the compute type, is
+    left of the logits.
+    """
+    if not network.has.head:
+        return 0
+    limit, is_narrow = token_scores.LOGITS_BYTES[device_type], itemsize < MASTER_BYTES
+    wanted = 4 * tokens * -(-network.config.vocab_size // slices)
+    logits, head = min(wanted, limit), network.trains.head // slices
+    is_added = slices > 1 or (is_narrow and wanted > limit)
+    made = max(round(logits * (1.5 if is_narrow else 1.3)), logits * itemsize // 4 + head * itemsize * is_added)
+    return head * (MASTER_BYTES if is_added else itemsize) + made

@@ -17,10 +17,9 @@ from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
 from learner.memory import plan as plans
-from learner.memory import rank_memory
 from learner.memory.passes import PassMemory, measure_pass
 from learner.memory.plan import GIB, GRAPHS_BYTES, MemoryPlan, batch_bytes, decide_checkpointing, free_room
-from learner.memory.rank_memory import RankMemory
+from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from tests.kit.configs import learner_config, make_config
 from tests.kit.model_headers import QWEN2_5, save_headers
 
@@ -50,7 +49,7 @@ def each_pass_is_measured_once() -> Iterator[None]:
         return measured[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_memory, "measure_pass", remembered)
+        patch.setattr("learner.memory.passes.measure_pass", remembered)
         yield
 
 

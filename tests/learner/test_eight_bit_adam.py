@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.memory.optimizer_state import state_bytes
+from learner.memory.sizes import state_bytes
 from tests.kit.configs import learner_config
 from tests.kit.learner.checkpointed import train
 from tests.kit.learner.updates import weights_of

@@ -18,7 +18,7 @@ from async_rl.base.run_dir import free_space as disk
 from async_rl.base.run_dir.free_space import full_disk_named
 from async_rl.base.run_dir.run_dir import new_run_dir
 from async_rl.cli import main
-from learner.memory.networks import checkpoint_bytes
+from learner.memory.sizes import checkpoint_bytes
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 from tests.kit.runs import make_checkpoint

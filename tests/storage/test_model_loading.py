@@ -16,7 +16,7 @@ from async_rl.base.config import LoraConfig, ModelConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_loading import load_without_weights, quiet_loading
 from async_rl.run.before_start.preflight import input_checks
-from learner.memory.networks import networks_of
+from learner.memory.sizes import networks_of
 from learner.stages.sft import base_tokenizer
 from rollout_server.worker.eval_command import evaluate_model
 from tests.kit.configs import make_config

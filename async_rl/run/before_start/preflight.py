@@ -220,7 +220,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_disk(config: Config) -> None:
-    from learner.memory.networks import checkpoint_bytes
+    from learner.memory.sizes import checkpoint_bytes
 
     check_disk(config, checkpoint_bytes(config))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from learner.memory.moments import Moments
-from learner.memory.networks import Counts, NetworkSizes
 from learner.memory.passes import PassMemory
+from learner.memory.rank_memory import BackwardPass, backward_pass
+from learner.memory.sizes import Counts, NetworkSizes
 from learner.models import token_scores
 
 VOCAB, HIDDEN, LAYERS, BLOCK, NORM = 1000, 8, 4, 500, 8
@@ -31,16 +31,20 @@ def sizes(is_tied: bool = False, trains: Counts | None = None) -> NetworkSizes:
     )
 
 
-def moments(network: NetworkSizes, **changes: Any) -> Moments:
+def moments(network: NetworkSizes, **changes: Any) -> dict[str, float]:
+    return found_pass(network, **changes).moments
+
+
+def found_pass(network: NetworkSizes, **changes: Any) -> BackwardPass:
     settings: dict[str, Any] = {
-        "passes": PassMemory(kept=4000.0, peak=4600.0), "rows": 2, "tokens": 100, "device_type": "cpu", "itemsize": 4,
-        "split": 1, "slices": 1, "is_first": True, "keeps_gradients": True,
+        "rows": 2, "tokens": 100, "device_type": "cpu", "itemsize": 4, "split": 1, "slices": 1, "is_first": True,
+        "keeps_gradients": True,
     }
-    return Moments(network=network, **settings | changes)
+    return backward_pass(network, PassMemory(kept=4000.0, peak=4600.0), **settings | changes)
 
 
 def test_the_root_is_gathered_in_the_whole_pass_and_its_gradients_wait() -> None:
-    found = moments(sizes()).at_each()
+    found = moments(sizes())
     gathered, logits = 4 * (2 * TABLE + NORM) + 4 * BLOCK, 4 * 100 * VOCAB
     assert found["logits"] == 8000 + gathered + 4 * TABLE + 1.3 * logits
     assert found["last block"] == 8000 + gathered + 4 * TABLE + 1200 + 8 * BLOCK
@@ -50,7 +54,7 @@ def test_the_root_is_gathered_in_the_whole_pass_and_its_gradients_wait() -> None
 
 
 def test_a_split_head_is_gathered_and_has_a_gradient_only_while_it_computes() -> None:
-    found = moments(sizes(), split=2, slices=2).at_each()
+    found = moments(sizes(), split=2, slices=2)
     gathered, logits = 4 * NORM + 12 * BLOCK, 4 * 100 * VOCAB // 2
     assert found["logits"] == 8000 + gathered + 2 * TABLE + 2 * TABLE + 1.3 * logits
     in_shards = 2 * TABLE
@@ -60,20 +64,20 @@ def test_a_split_head_is_gathered_and_has_a_gradient_only_while_it_computes() ->
 
 
 def test_a_split_head_that_is_the_embeddings_stays_and_its_gradient_waits() -> None:
-    found = moments(sizes(is_tied=True), split=2, slices=2).at_each()
+    found = moments(sizes(is_tied=True), split=2, slices=2)
     gathered = 4 * NORM + 12 * BLOCK + 2 * TABLE
     assert found["last block"] == 8000 + gathered + 2 * TABLE + 1200 + 8 * BLOCK
     assert found["embedding"] == gathered + 2 * LAYERS * BLOCK + 12 * TABLE // 2
 
 
 def test_a_chunk_of_the_heads_gradient_comes_when_its_logits_are_gone() -> None:
-    many = moments(sizes(), split=2, slices=2, tokens=2)  # fewer logits than weights of the head
+    many = found_pass(sizes(), split=2, slices=2, tokens=2)  # fewer logits than weights of the head
     assert many.scores == 2 * TABLE + (4 * 2 * VOCAB // 2 + 2 * TABLE)
 
 
 def test_gradients_of_earlier_micro_batches_are_there_unless_the_host_has_them() -> None:
     first, later, offloaded = (
-        moments(sizes(), is_first=is_first, keeps_gradients=keeps).at_each()["logits"]
+        moments(sizes(), is_first=is_first, keeps_gradients=keeps)["logits"]
         for is_first, keeps in ((True, True), (False, True), (False, False))
     )
     assert later - first == 4 * sizes().trains.all and offloaded == first
@@ -81,7 +85,7 @@ def test_gradients_of_earlier_micro_batches_are_there_unless_the_host_has_them()
 
 def test_frozen_weights_and_those_under_adapters_have_no_gradient() -> None:
     adapters = Counts(all=400, rest=0, block=100, head=0, embeddings=0)
-    found = moments(sizes(trains=adapters)).at_each()
+    found = moments(sizes(trains=adapters))
     gathered = 4 * (2 * TABLE + NORM) + 4 * BLOCK
     assert found["logits"] == 8000 + gathered + 1.3 * 4 * 100 * VOCAB
     assert found["last block"] == 8000 + gathered + 1200 + 800

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'async_rl' has no attribute {name!r}")
     from importlib import import_module
 
-    from async_rl.base.seams.user_modules import check_module_names
+    from async_rl.base.seams.lookup import check_module_names
 
     check_module_names()
     return getattr(import_module(_MODULES[name]), name)

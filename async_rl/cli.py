@@ -375,7 +375,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
-    from async_rl.base.run_dir.watch_events import answer_pause
+    from async_rl.base.run_dir.run_dir import answer_pause
 
     answer_pause(args.run_dir, args.answer)
     print(f"{args.run_dir} has the answer, and acts on it within seconds")

@@ -49,10 +49,9 @@ from async_rl.base.errors import (
 from async_rl.base.models_and_data.hub import commits, located, upload_model
 from async_rl.base.models_and_data.hub_names import absolute_paths, hub_repos
 from async_rl.base.run_dir.checkpoints import list_checkpoints
+from async_rl.base.run_dir.files import write_whole
 from async_rl.base.run_dir.free_space import full_disk_named
-from async_rl.base.run_dir.run_dir import INTERRUPTED, asked_name, open_run_dir
-from async_rl.base.run_dir.watch_events import rollbacks_of
-from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.base.run_dir.run_dir import INTERRUPTED, asked_name, open_run_dir, rollbacks_of
 from async_rl.base.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.base.telemetry.status import INTERRUPTED_END, NORMAL_END
 from async_rl.run.before_start.preflight import check_inputs, check_names

@@ -21,10 +21,9 @@ import zmq.asyncio
 
 from async_rl.base.config import TimeoutsConfig
 from async_rl.base.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
-from async_rl.base.field_kinds import MAX_CAUSE_CHARS
 from async_rl.base.messages.codec import encode_group
-from async_rl.base.messages.field_packing import cut_text
-from async_rl.base.types import Batch, Group, Slot
+from async_rl.base.messages.fields import cut_text
+from async_rl.base.types import MAX_CAUSE_CHARS, Batch, Group, Slot
 from buffer.frames import receive
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (

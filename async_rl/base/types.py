@@ -1,6 +1,6 @@
 """The data types that all parts of the pipeline share. They have only derived properties, and do not import torch.
 
-A field of GroupFacts, Row or EpisodeFacts that has a kind (async_rl/base/field_kinds.py) is sent with its group,
+A field of GroupFacts, Row or EpisodeFacts that has a kind such as Number or Text is sent with its group,
 checked, and kept in the journal. To add one, declare it here, and compute its value where the object is made. A field
 without a kind stays in its process. One whose meaning changes gets another name, so that old messages are refused.
 
@@ -13,28 +13,124 @@ Letters of the axes in every shape comment of the project:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.base.field_kinds import (
-    MAX_CAUSE_CHARS,
-    MAX_INT,
-    ChatMessages,
-    Choice,
-    Flag,
-    Metrics,
-    Number,
-    PerPromptToken,
-    PerToken,
-    PerTurn,
-    Text,
-    Texts,
-    Whole,
-)
+MAX_INT = 2**62
+MAX_INT32 = 2**31 - 1
+MAX_NAME_CHARS = 200
+MAX_CAUSE_CHARS = 2000
+"""The longest text of the error of an episode or a group; the rest is cut off."""
+MAX_METRICS = 64
+"""The most metrics that the environment may log in one episode; their names have at most MAX_NAME_CHARS characters."""
+
+
+class Kind:
+    """Says which values a field may have."""
+
+
+class Scalar(Kind):
+    """One value of a group, a row or an episode: a column of a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Scalar):
+    """A whole number in low..high."""
+
+    low: int = 0
+    high: int = MAX_INT32
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Scalar):
+    """A finite number that is at least `low`. Only a field of a group may be None."""
+
+    low: float = -math.inf
+    may_be_none: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flag(Scalar):
+    """True or false."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Scalar):
+    """A text. A longer one is refused, or cut by its sender if `is_cut`; so is one that is not valid Unicode."""
+
+    max_chars: int = MAX_NAME_CHARS
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Scalar):
+    """One of these names."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics(Scalar):
+    """A map of at most MAX_METRICS names to finite numbers, in the journal as JSON. A group has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts(Kind):
+    """A list of texts of a group, at most Limits.max_left_out. `column` is the column of one in the journal's table."""
+
+    each: Text
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessages(Kind):
+    """Chat messages of a group: maps with the texts `role` and `content`. The journal has them in the payload alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array(Kind):
+    """Numbers in low..high of one numpy dtype (little-endian); floats are finite."""
+
+    dtype: str
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class PerPromptToken(Array):
+    """A number for each token of a group's prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken(Array):
+    """A number for each token of a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerTurn(Array):
+    """A number for each turn that a row trains. `column` is its column in the journal's table of turns."""
+
+    column: str
+
+
+K = TypeVar("K", bound=Kind)
+
+
+def kinds_of(declared: type, kind: type[K]) -> dict[str, K]:
+    """Return the fields of a kind that a class declares, by name, in their order."""
+    hints = get_type_hints(declared, include_extras=True)
+    return {
+        name: each
+        for name, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, kind)
+    }
+
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]

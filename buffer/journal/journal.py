@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import AsyncRLError
-from async_rl.base.field_kinds import Metrics, kinds_of
 from async_rl.base.messages.codec import GroupColumns
 from async_rl.base.run_dir.checkpoints import TrainingState
-from async_rl.base.types import EpisodeFacts, GroupFacts, Row
+from async_rl.base.types import EpisodeFacts, GroupFacts, Metrics, Row, kinds_of
 from buffer.frames import view
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
 from buffer.journal.tables import (

@@ -21,9 +21,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from async_rl.base.field_kinds import Flag, Number, PerTurn, Scalar, Texts, Whole, kinds_of
 from async_rl.base.messages import codec
-from async_rl.base.types import EpisodeFacts, GroupFacts, Row
+from async_rl.base.types import EpisodeFacts, Flag, GroupFacts, Number, PerTurn, Row, Scalar, Texts, Whole, kinds_of
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, StoredGroup
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import WireError
-from async_rl.base.field_kinds import MAX_CAUSE_CHARS
 from async_rl.base.messages.codec import GroupColumns, check_group
+from async_rl.base.messages.fields import Fields
 from async_rl.base.messages.limits import Limits
-from async_rl.base.messages.message_reader import Fields
+from async_rl.base.types import MAX_CAUSE_CHARS
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
 from buffer.protocol.wire import (

@@ -36,8 +36,8 @@ import zmq
 
 from async_rl.base.errors import WireError
 from async_rl.base.messages.codec import SCHEMA_VERSION, decode_group
+from async_rl.base.messages.fields import MAX_INT, Fields, pack, refusal, unpack
 from async_rl.base.messages.limits import Limits
-from async_rl.base.messages.message_reader import MAX_INT, Fields, pack, refusal, unpack
 from async_rl.base.types import Batch, Slot
 from buffer.frames import Frame, view
 from buffer.stored_group import StoredGroup

@@ -30,8 +30,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError
-from async_rl.base.run_dir.checkpoints import TrainingState, read_training_state, run_dir_of, write_training_state
-from async_rl.base.run_dir.unlogged_steps import write_step_metrics
+from async_rl.base.run_dir.checkpoints import (
+    TrainingState,
+    read_training_state,
+    run_dir_of,
+    write_step_metrics,
+    write_training_state,
+)
 from learner.loop.optimizer import Optimizer
 
 AVERAGE = ".average"
@@ -60,7 +65,7 @@ class Checkpointer:
         """Wait for the checkpoint before, start one in folder `target`, and return once the tensors are copied.
 
         Args:
-            step_metrics: on rank 0 the metrics of the last steps, for async_rl/base/run_dir/unlogged_steps.py.
+            step_metrics: on rank 0 the metrics of the last steps, for async_rl/base/run_dir/checkpoints.py.
 
         Raises:
             AsyncRLError: the checkpoint before could not be written, or not in time.

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from async_rl.base.config import Config, RunConfig, TimeoutsConfig
 from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
-from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, lineage_of
-from async_rl.base.run_dir.unlogged_steps import RecentSteps
+from async_rl.base.run_dir.checkpoints import RecentSteps, TrainingState, checkpoint_folder, lineage_of
 from async_rl.base.telemetry.examples import choose_examples
 from async_rl.base.telemetry.metrics import Metric, reduce_metrics
 from async_rl.base.telemetry.nvml import GpuSampler

@@ -1,7 +1,7 @@
 """One batch becomes one new policy version. `Updater.update` is the whole step, from top to bottom:
 
     advantages      algorithms/token_advantages.py  rewards of whole groups -> an advantage for each response token
-    pack            packing/                        rows -> rows, micro-batches and minibatches of this rank
+    pack            packing.py                      rows -> rows, micro-batches and minibatches of this rank
     at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
     prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
     for each minibatch:

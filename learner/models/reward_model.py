@@ -15,9 +15,8 @@ from transformers import AutoModelForSequenceClassification
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ConfigError
-from async_rl.base.models_and_data.model_folder import has_tokenizer, load_tokenizer
+from async_rl.base.models_and_data.model_folder import TEMPLATE_DATE, has_tokenizer, load_tokenizer
 from async_rl.base.models_and_data.model_loading import usable_positions
-from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
 from async_rl.base.types import Batch, Row
 from learner.loop.ranks import Ranks
 from learner.models.loading import open_model

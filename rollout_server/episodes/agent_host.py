@@ -123,7 +123,7 @@ def main() -> None:
     requests, replies = _take_pipes()
     own_folder = os.path.dirname(os.path.abspath(__file__))  # its names hide packages, such as `agents` of OpenAI's SDK
     sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
-    sys.path.sort(key=lambda folder: "py_modules_files" not in folder)  # see async_rl/base/seams/user_modules.py
+    sys.path.sort(key=lambda folder: "py_modules_files" not in folder)  # see async_rl/base/seams/lookup.py
     module, _, name = sys.argv[1].partition(":")
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')

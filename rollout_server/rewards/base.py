@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from async_rl.base.config import Config, RewardConfig
 from async_rl.base.config.check import check
-from async_rl.base.config.params import read_params
+from async_rl.base.config.section import read_params
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import find_entry
 from async_rl.base.seams.lookup import import_object

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from async_rl.base.errors import RewardError, shown
-from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
+from async_rl.base.types import MAX_METRICS, MAX_NAME_CHARS
 
 if TYPE_CHECKING:
     from async_rl.base.config import Config

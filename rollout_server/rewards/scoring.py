@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, RewardError, first_error, shown
-from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.types import MAX_METRICS, MAX_NAME_CHARS
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.user_code import ForeignCode
 from rollout_server.question import Question

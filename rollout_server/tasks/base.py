@@ -19,7 +19,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
 from async_rl.base.seams import import_object
-from async_rl.base.seams.extras import check_extra
+from async_rl.base.seams.lookup import check_extra
 from async_rl.base.types import IntArray, Prompt
 from buffer.prompt_order import MAX_PROMPTS, PromptOrder
 from rollout_server.question import Question

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.config import Config
-from async_rl.base.config.loading import load_config
+from async_rl.base.config.loading import load_config, read_yaml
 from async_rl.base.config.resolve import resolve
-from async_rl.base.config.yaml_text import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import located
 from async_rl.base.models_and_data.model_folder import has_tokenizer, load_tokenizer

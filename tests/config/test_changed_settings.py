@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.base.config.loading import dump_config, load_config
-from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.config.loading import dump_config, load_config, read_yaml
 from async_rl.run.before_start.dry_run import changed_settings
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from async_rl.base.config import Config, ModelConfig, WeightSyncConfig
 from async_rl.base.config.check import SettingsError
-from async_rl.base.config.compact import check_compact_type
 from async_rl.base.config.learning import default_lr
 from async_rl.base.config.loading import load_config
+from async_rl.base.config.weight_sync import check_compact_type
 from tests.kit.configs import make_config
 
 FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"

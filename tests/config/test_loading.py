@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import SettingsError
-from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.loading import dump_config, load_config, read_yaml, write_yaml
 from async_rl.base.config.schema import OTHER_NAMES, leaf_schemas
-from async_rl.base.config.yaml_text import read_yaml, write_yaml
 from async_rl.base.errors import ConfigError
 
 MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"

@@ -15,8 +15,8 @@ import torch
 import yaml
 
 from async_rl.base.config import AlgorithmConfig, KlConfig
+from async_rl.base.config.algorithm import PRESETS
 from async_rl.base.config.loading import dump_config, load_config
-from async_rl.base.config.presets import PRESETS
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 

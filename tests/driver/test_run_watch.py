@@ -12,8 +12,7 @@ import pytest
 
 from async_rl.base.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.base.run_dir.run_dir import is_complete, is_of_newest_end
-from async_rl.base.run_dir.watch_events import answer_pause, newest_event, read_events
+from async_rl.base.run_dir.run_dir import answer_pause, is_complete, is_of_newest_end, newest_event, read_events
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import format_status
 from async_rl.base.telemetry.timeline import Span

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.base.seams import doc_pages
-from async_rl.base.seams.doc_pages import doc_page
+from async_rl.base.seams import lookup
+from async_rl.base.seams.lookup import doc_page
 
 
 def test_a_page_is_named_from_the_root_of_the_repository_or_by_its_file_in_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert doc_page("python.md") == "docs/python.md"
-    monkeypatch.setattr(doc_pages, "PROJECT", str(tmp_path))
+    monkeypatch.setattr(lookup, "PROJECT", str(tmp_path))
     assert doc_page("python.md") == "docs/python.md", "there is neither"
     file = tmp_path / "async_rl" / "docs" / "python.md"
     file.parent.mkdir(parents=True)

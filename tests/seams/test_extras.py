@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from async_rl.base.errors import ConfigError
-from async_rl.base.seams.extras import EXTRAS
+from async_rl.base.seams.lookup import EXTRAS
 from async_rl.cli import main
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config

@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import import_object
-from async_rl.base.seams.user_modules import (
+from async_rl.base.seams.lookup import (
     OWN_PACKAGES,
     PROJECT,
     check_module_names,

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from async_rl.base.run_dir.unlogged_steps import (
+from async_rl.base.run_dir.checkpoints import (
     LEAST_STEPS,
     RecentSteps,
     missing_steps,

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_folder
-from async_rl.base.run_dir.watch_events import (
+from async_rl.base.run_dir.run_dir import (
     Kind,
     WatchEvent,
     accepted_rules,

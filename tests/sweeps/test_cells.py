@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from async_rl.base.config import Config
+from async_rl.base.config.algorithm import PRESETS
 from async_rl.base.config.loading import load_config
-from async_rl.base.config.presets import PRESETS
 from async_rl.base.errors import ConfigError
 from async_rl.cli import main
 from async_rl.tools.sweeps.cells import (

@@ -11,7 +11,7 @@ from dataclasses import field
 from pathlib import Path
 
 from async_rl.base.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
-from async_rl.base.config.cross_section import check_cross_section
+from async_rl.base.config.cross_section import SlotLimits, check_cross_section
 from async_rl.base.config.data import (
     BufferConfig,
     EvalConfig,
@@ -19,8 +19,6 @@ from async_rl.base.config.data import (
     StalenessConfig,
     TaskConfig,
 )
-from async_rl.base.config.depths import SlotLimits
-from async_rl.base.config.judge import JudgeConfig
 from async_rl.base.config.learning import (
     CriticConfig,
     LearnerConfig,
@@ -31,21 +29,22 @@ from async_rl.base.config.learning import (
     RewardTrainingConfig,
     SftConfig,
 )
-from async_rl.base.config.network import NetworkConfig
-from async_rl.base.config.outputs import CheckpointConfig, LoggingConfig
 from async_rl.base.config.section import Section, section
 from async_rl.base.config.system import (
+    CheckpointConfig,
     EvalPlacement,
     JudgePlacement,
     LearnerPlacement,
     Limit,
+    LoggingConfig,
+    NetworkConfig,
     PlacementConfig,
     RolloutPlacement,
     RunConfig,
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.base.config.task_parts import ColumnsConfig, DataConfig, RewardConfig
+from async_rl.base.config.task_parts import ColumnsConfig, DataConfig, JudgeConfig, RewardConfig
 from async_rl.base.config.watch import WatchConfig
 from async_rl.base.seams import CORRECTIONS, ENGINES, Correction, EngineEntry, find_entry
 

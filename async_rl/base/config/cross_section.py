@@ -2,21 +2,147 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from async_rl.base.config.check import check, either
-from async_rl.base.config.compact import check_compact
-from async_rl.base.config.depths import check_slots
-from async_rl.base.config.held_out import check_best, check_eval_servers, check_gold
+from async_rl.base.config.data import EvalConfig, TaskConfig
 from async_rl.base.config.learning import check_average
 from async_rl.base.config.resolve import engine_of, resolve
-from async_rl.base.config.staging import check_staging
+from async_rl.base.config.system import CheckpointConfig
 from async_rl.base.config.watch import check_watch
+from async_rl.base.config.weight_sync import check_compact, check_staging
 from async_rl.base.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
 
 if TYPE_CHECKING:
     from async_rl.base.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLimits:
+    """The number of slots of a depth, and the smallest number of a run; buffer/staleness.py says why.
+
+    The first three fields are B, F and E there.
+    """
+
+    prompts_per_step: int
+    fresh_per_step: int
+    every_steps: int
+    max_uses: int
+
+    @property
+    def between_pushes(self) -> int:
+        """The number of groups that the learner trains between two pushes: E B."""
+        return self.every_steps * self.prompts_per_step
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of slots with which the learner never waits for ever: E B. Where groups are used again
+        also 2 F, so that there are fresh ones to begin the next batch with while one is trained.
+        """
+        return max(self.between_pushes, 2 * self.fresh_per_step * (self.max_uses > 1))
+
+    @property
+    def smallest_depth(self) -> float:
+        """The smallest depth, in quarters, that has the fewest slots."""
+        return max(0.0, (4 * (self.fewest - 1) // self.fresh_per_step - 3) / 4)
+
+    def at(self, depth: float) -> int:
+        """Return the number of groups that may hold a slot at once at a depth: (depth + 1) F, rounded up."""
+        return math.ceil((depth + 1) * self.fresh_per_step)
+
+    def is_enough(self, depth: float) -> bool:
+        """Return whether a depth has at least the fewest slots."""
+        return self.at(depth) >= self.fewest
+
+
+def check_slots(depth: float | Literal["max"], slots: int, limits: SlotLimits) -> None:
+    """Check that there are slots for all batches between two pushes, without which the learner would wait for ever."""
+    needed, largest_every = limits.between_pushes, slots // limits.prompts_per_step
+    limit = "staleness.max" if isinstance(depth, str) else "staleness.depth"
+    check(
+        slots >= needed, f"({limit} + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step)",
+        slots, f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
+        f"Otherwise the learner waits for ever. Set {limit} >= {-(-needed // limits.fresh_per_step) - 1}"
+        + (f" or weight_sync.every_steps <= {largest_every}." if largest_every else "."),
+    )
+
+
+def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
+    """Check that a run with prompts from files has held-out ones. Other tasks make their own.
+
+    Args:
+        user: the setting that needs them.
+        reason: one or more sentences that say what for, to end the message.
+    """
+    check(
+        not task.path or bool(task.eval_path), "task.eval_path", task.eval_path,
+        f"the held-out file with {user} and task.path", reason,
+    )
+
+
+def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskConfig) -> None:
+    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint."""
+    if not checkpoint.keep_best:
+        return
+    size, evals, every = evaluation.num_prompts, evaluation.every_steps, checkpoint.every_steps
+    user, by = "checkpoint.keep_best", f"eval/{checkpoint.best_by}"
+    measured = f"It chooses by {by}, measured on held-out prompts."
+    check(size > 0, "eval.num_prompts", size, f"above 0 with {user}", measured)
+    check_eval_path(task, user, measured)
+    check(
+        evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
+        f"a multiple of eval.every_steps = {evals} with {user}",
+        f"Else {by} is not measured at each checkpoint's version.",
+    )
+
+
+def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> None:
+    """Check that eval.gold_reward, if it is set, has held-out answers to score.
+
+    Args:
+        has_rule: whether the rewards of the task, which are not trained on, are the gold ones.
+    """
+    gold = evaluation.gold_reward
+    if not gold:
+        return
+    check(
+        evaluation.num_prompts > 0 and evaluation.every_steps > 0, "eval.gold_reward", gold,
+        "empty without eval.num_prompts and eval.every_steps", "It scores the answers of evaluations beside training.",
+    )
+    check_eval_path(
+        task, "eval.gold_reward",
+        "It scores answers to held-out prompts, and no others. Or leave eval.gold_reward empty.",
+    )
+    check(
+        not has_rule, "eval.gold_reward", gold, "empty with reward_model.path",
+        "The rewards of held-out answers are the gold rewards then: set task.reward, or reward_model.task_weight if "
+        "they are trained on too.",
+    )
+
+
+def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, server_url: str) -> None:
+    """Check that evaluation servers, if there are any, are ones that the run starts and that have evaluations to make.
+
+    Args:
+        servers: their number, placement.eval.servers.
+        server_url: the value of rollout.server_url.
+    """
+    if not servers:
+        return
+    for unfit, key, hint in (
+        (server_url, "rollout.server_url", "The URL names the run's only server. Leave it empty."),
+        (evaluation.num_prompts == 0, "eval.num_prompts 0",
+         "There are no held-out prompts then. Set eval.num_prompts."),
+        (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
+    ):
+        check(not unfit, "placement.eval.servers", servers, f"0 with {key}", hint)
+    check_eval_path(
+        task, "placement.eval.servers",
+        "These servers answer held-out prompts, and nothing else. Or set placement.eval.servers: 0.",
+    )
 
 
 def check_cross_section(config: Config) -> None:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.base.config.check import check
-from async_rl.base.config.network import is_server_url
-from async_rl.base.config.params import OnePart
-from async_rl.base.config.section import List, Named, PathText, Section, checked, section
+from async_rl.base.config.section import List, Named, OnePart, PathText, Section, checked, section
+from async_rl.base.config.system import is_server_url
 from async_rl.base.config.task_parts import (
     RESERVED_REWARD_NAMES,
     ColumnsConfig,

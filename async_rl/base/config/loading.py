@@ -1,20 +1,94 @@
-"""Reads a `Config` from YAML and `key.sub=value` overrides, and writes it as YAML. Errors say where a key was set."""
+"""Reads a `Config` from YAML 1.2 and `key.sub=value` overrides, and writes it as YAML. Errors say where a key was set.
+
+In YAML 1.2 `1e-4` is a number, `010` is ten, and `no`, `on`, `12:30` and dates are text.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.base.config import AlgorithmConfig, Config
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
+
+from async_rl.base.config import Config
+from async_rl.base.config.algorithm import PRESETS, AlgorithmConfig, ClipConfig
 from async_rl.base.config.check import SettingsError
-from async_rl.base.config.presets import PRESETS
+from async_rl.base.config.learning import CriticConfig, LearnerConfig
 from async_rl.base.config.schema import describe, takes_text
-from async_rl.base.config.yaml_text import YAMLError, read_yaml, write_yaml
 from async_rl.base.errors import ConfigError
+
+
+def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
+    """Return the values in `text` (None if it is empty), and {dotted key: its line, counted from 1}.
+
+    Raises:
+        YAMLError: `text` is not valid YAML, repeats a key, or has an alias or the tag of a Python object.
+    """
+    return copy.deepcopy(_read(text))
+
+
+@functools.lru_cache(maxsize=256)  # ruamel.yaml is slow, and a sweep reads the config of each cell several times
+def _read(text: str) -> tuple[Any, dict[str, int]]:
+    yaml = _yaml()
+    try:
+        node = yaml.compose(text)
+        lines = dict(_lines(node, "", set()))
+        return (yaml.constructor.construct_document(node) if node else None), lines
+    except MarkedYAMLError as error:  # its own text adds advice on the library
+        mark = error.problem_mark
+        raise YAMLError(f"{error.problem}{f' in line {mark.line + 1}' if mark else ''}") from None
+
+
+def write_yaml(value: Any) -> str:
+    """Return `value` as YAML that read_yaml reads as an equal value, with lists for tuples."""
+    stream = io.StringIO()
+    _yaml().dump(value, stream)
+    return stream.getvalue()
+
+
+def _lines(node: Node | None, prefix: str, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if node is None or isinstance(node, ScalarNode):
+        return
+    if id(node) in seen:  # a few lines with aliases can stand for any amount of data
+        raise MarkedYAMLError(problem="an alias is not allowed: write out its value", problem_mark=node.start_mark)
+    seen.add(id(node))
+    is_mapping = isinstance(node, MappingNode)
+    for name, value in node.value if is_mapping else ((node, each) for each in node.value):
+        key = f"{prefix}{name.value}" if is_mapping else ""
+        if key:
+            yield key, name.start_mark.line + 1
+        yield from _lines(value, f"{key}.", seen)
+
+
+class _Resolver(VersionedResolver):
+    """The rules of version 1.2, with dates and `=` as text."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        return self.DEFAULT_SCALAR_TAG if str(tag).endswith((":timestamp", ":value")) else tag
+
+
+class _Representer(SafeRepresenter):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _yaml() -> Any:
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Resolver, yaml.Representer = _Resolver, _Representer
+    yaml.default_flow_style, yaml.width, yaml.sort_base_mapping_type_on_output = False, 110, False
+    return yaml
+
 
 OVERRIDE = "override"
 _MARKS_OF_YAML = ('"', "'", "|", ">", "!", "&")
@@ -153,3 +227,37 @@ def _fill(section: dict[str, Any], defaults: dict[str, Any], key: str, place: st
         elif name not in section:
             section[name] = default
             places[f"{key}.{name}"] = place
+
+
+def unused_settings(config: Config) -> list[str]:
+    """Return a sentence for each setting, other than its default or the preset's, that nothing reads, or not all."""
+    algorithm, learner, critic = config.algorithm, config.learner, config.critic
+    preset, advantage = PRESETS[algorithm.preset], f"algorithm.advantage {algorithm.advantage}"
+    entry, found = algorithm.advantage_entry, []
+
+    def compare(key: str, value: object, usual: tuple[object, ...], beside: str) -> None:
+        if value not in usual:
+            found.append(f"{key} {value} has no effect with {beside}.")
+
+    if not entry.needs_critic:
+        compare("algorithm.gae_lambda", algorithm.gae_lambda, (AlgorithmConfig.gae_lambda, preset.get("gae_lambda")),
+            advantage)
+        compare("critic.path", critic.path, (CriticConfig.path,), advantage)
+        compare("critic.warmup_steps", critic.warmup_steps, (CriticConfig.warmup_steps,), advantage)
+    for name, value in dataclasses.asdict(algorithm.clip).items():
+        if name not in algorithm.loss_entry.reads_clip:
+            usual = (getattr(ClipConfig, name), preset.get("clip", {}).get(name))
+            compare(f"algorithm.clip.{name}", value, usual, f"algorithm.loss {algorithm.loss}")
+    if learner.lr_decay_fraction == 0:
+        compare("learner.lr_decay", learner.lr_decay, (LearnerConfig.lr_decay,), "learner.lr_decay_fraction 0")
+        compare("learner.lr_decay_to", learner.lr_decay_to, (LearnerConfig.lr_decay_to,), "learner.lr_decay_fraction 0")
+    if entry.carries_correction:
+        normalised = algorithm.correction.batch_normalised
+        compare("algorithm.correction.batch_normalised", normalised, (False,), advantage)
+    if algorithm.kl.kind == "k1_reward" and config.task.has_turns and config.rollout.max_rows > 1:
+        found.append(
+            "algorithm.kl.kind k1_reward has no effect from row to row: in an episode of several rows "
+            f"(rollout.max_rows {config.rollout.max_rows}) the penalty of a token counts for those before it in its "
+            "own row alone. k2_loss has the same gradient in the mean, and no such limit."
+        )
+    return found

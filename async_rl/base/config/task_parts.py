@@ -1,4 +1,4 @@
-"""The parts of the section task: its files of prompts, the columns of these, and the rewards."""
+"""The section judge, and parts of the section task: files of prompts, their columns, and rewards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, WithJsonSchema
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt, WithJsonSchema
 
 from async_rl.base.config.check import check
-from async_rl.base.config.network import is_server_url
-from async_rl.base.config.section import PathText, Section, checked, section
+from async_rl.base.config.section import List, Named, PathText, Section, checked, section
+from async_rl.base.config.system import Seconds, is_server_url
+from async_rl.base.seams import ENGINES, EngineEntry, find_entry
 
 RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env", "reward_model")
 """The names in reward/... that mean something else."""
@@ -167,3 +168,54 @@ def data_of(paths: str | tuple[DataConfig, ...]) -> tuple[DataConfig, ...]:
     if isinstance(paths, str):
         return (DataConfig(path=paths),) if paths else ()
     return paths
+
+
+def _are_urls(urls: tuple[str, ...]) -> bool:
+    return all(url.startswith(("http://", "https://")) for url in urls)
+
+
+@section("judge")
+class JudgeConfig:
+    """The judge that the rewards judge, judge_pairwise and judge_listwise ask: a model on servers of its own that the
+    run starts, or a running endpoint like OpenAI's.
+    """
+
+    path: PathText = ""
+    """The model that judges, on servers that the run starts (placement.judge.servers): its folder, or its name on the
+    hub. Empty: the run starts none."""
+    engine: Annotated[str, Named(ENGINES, "judge.engine")] = "sglang"
+    """The engine of these servers, one that answers chats: sglang."""
+    server_args: Section[dict[str, Any]] = field(default_factory=dict)
+    """Further flags of these servers, such as {context-length: 8192}."""
+    urls: Annotated[List[tuple[str, ...]], checked(_are_urls, "a list of http:// or https:// addresses")] = ()
+    """Base addresses of running endpoints, up to /v1: [https://host/v1]. Requests are spread over them, and go to
+    another one after a failure. With `path` the run fills them in."""
+    model: str = ""
+    """The model that requests name. Empty: the first that the endpoint lists."""
+    api_key_variable: str = ""
+    """The environment variable of the rollout workers that has the key for `urls`. Empty: no key is sent."""
+    requests_per_minute: NonNegativeFloat = 0.0
+    """The most requests that all workers together send in a minute. Each worker has an equal share. 0: no limit."""
+    concurrency: PositiveInt = 64
+    """The most requests of one worker that are under way at once."""
+    timeout_s: Seconds = 60.0
+    """How long the endpoint may take to answer one request."""
+    patience_s: Annotated[float, Field(ge=0, le=100_000)] = 600.0
+    """How long a request is sent again after its first failure. After that there is no verdict, and the answer leaves
+    its group."""
+
+    def __post_init__(self) -> None:
+        check(
+            not self.path or self.engine_entry.open_chat is not None, "judge.engine", self.engine,
+            f"{' or '.join(name for name, entry in ENGINES.items() if entry.open_chat)} with judge.path",
+            "Its servers don't answer chats.",
+        )
+        check(
+            not self.api_key_variable or not self.path, "judge.api_key_variable", self.api_key_variable,
+            "empty with judge.path", "The run makes the key of its own servers.",
+        )
+
+    @property
+    def engine_entry(self) -> EngineEntry:
+        """The `EngineEntry` that `engine` names."""
+        return find_entry(ENGINES, self.engine, "judge.engine")

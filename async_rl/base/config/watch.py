@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from async_rl.base.config.check import Problem, SettingsError, check
-from async_rl.base.config.outputs import CheckpointConfig
 from async_rl.base.config.section import Section, section
+from async_rl.base.config.system import CheckpointConfig
 
 Comparison = Literal["above", "below", "share", "growth", "fall", "gold fall", "correlation"]
 """

@@ -1,13 +1,13 @@
 """Encodes a Group to msgpack bytes and decodes it, after checking all that comes from the network.
 
     group     {schema, each field of GroupFacts, lengths [N], each field of Row for all N rows,
-               episodes: None if each of the N rows is the answer to a question, else see episode_columns.py}
+               episodes: None if each of the N rows is the answer to a question, else see fields.py}
     array     [dtype, number of elements, little-endian bytes]
 
 A group of N rows is sent as columns, each with one row after the other, so that a few array operations check
 all rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
 read-only views of the columns. Which fields there are, and what each may hold, is declared in async_rl/base/types.py;
-the rules here and in episode_columns.py are those between fields.
+the rules here and in fields.py are those between fields.
 """
 
 from __future__ import annotations
@@ -21,20 +21,37 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.base.errors import WireError
-from async_rl.base.field_kinds import Kind, PerToken, Scalar, kinds_of
-from async_rl.base.messages.episode_columns import check_episodes, pack_episodes
-from async_rl.base.messages.field_packing import (
+from async_rl.base.messages.fields import (
+    INT32,
+    Fields,
+    check_episodes,
     one_dimensional,
+    pack,
+    pack_array,
     pack_column,
+    pack_episodes,
     pack_value,
     read_array,
     read_column,
     read_value,
+    refusal,
     refuse_element,
+    unpack,
 )
 from async_rl.base.messages.limits import Limits
-from async_rl.base.messages.message_reader import INT32, Fields, pack, pack_array, refusal, unpack
-from async_rl.base.types import BoolArray, EpisodeFacts, FloatArray, Group, GroupFacts, IntArray, Row
+from async_rl.base.types import (
+    BoolArray,
+    EpisodeFacts,
+    FloatArray,
+    Group,
+    GroupFacts,
+    IntArray,
+    Kind,
+    PerToken,
+    Row,
+    Scalar,
+    kinds_of,
+)
 
 T = TypeVar("T")
 

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.base.config import Config
-from async_rl.base.field_kinds import (
+from async_rl.base.types import (
     MAX_METRICS,
     MAX_NAME_CHARS,
     Array,
+    EpisodeFacts,
+    GroupFacts,
     Kind,
     Metrics,
     PerToken,
     PerTurn,
+    Row,
     Scalar,
     Text,
     kinds_of,
 )
-from async_rl.base.types import EpisodeFacts, GroupFacts, Row
 
 MESSAGE_BYTES = 64
 """The most bytes of a prompt's chat messages per token that it may have. An average token has about 4."""

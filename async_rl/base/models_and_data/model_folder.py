@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from async_rl.base.config import Config
+
+
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""Llama's template would write today's, so that a prompt would differ tomorrow, and a group could at midnight."""
+
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 ROLES: dict[str, tuple[str, ...]] = {

@@ -25,7 +25,7 @@ from async_rl.base.run_dir.checkpoints import (
     list_checkpoints,
     rename_later,
 )
-from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.base.run_dir.files import write_whole
 
 _NAMED = " named"
 """The end of the marker RESUMING of a resume whose checkpoint run.resume names."""

@@ -1,16 +1,65 @@
-"""Looks up names that a configuration contains: entries of a table, or importable objects named `module:name`."""
+"""Looks up what a configuration names: table entries, `module:name` of the user, extras, documentation pages."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rl.base.errors import ConfigError, raised_at
-from async_rl.base.seams.user_modules import check_not_hidden
+
+OWN_PACKAGES = ("async_rl", "buffer", "learner", "rollout_server")
+PROJECT = str(Path(__file__).parents[3])
+"""The folder with OWN_PACKAGES."""
+_OF_A_CHECKOUT = (*OWN_PACKAGES, "benchmarks", "tests")
+_SENT = "py_modules_files"
+"""The folder on a host where Ray puts the modules that it has carried there."""
+
+
+def check_module_names() -> None:
+    """Raise ConfigError if a module of the user has the name of one of our packages."""
+    if Path("async_rl", "__init__.py").is_file():  # a checkout of this project
+        return
+    for name in OWN_PACKAGES:
+        spec, own = importlib.util.find_spec(name), os.path.realpath(Path(PROJECT, name))
+        candidates = [Path(f"{name}.py"), *Path(name).glob("*.py"), Path(spec.origin if spec and spec.origin else own)]
+        for file in candidates:
+            if file.exists() and not Path(os.path.realpath(file)).is_relative_to(own):
+                raise ConfigError(f"{file.absolute()} has the name of a package of async-rl: rename it")
+
+
+def own_file(module: str) -> Path | None:
+    """Return the file of the working directory that the user means by `module`, a name without dots, or None."""
+    files = (Path(f"{module}.py").absolute(), Path(module, "__init__.py").absolute())
+    return next((file for file in files if file.is_file()), None)
+
+
+def check_not_hidden(module: str, key: str) -> None:
+    """Raise ConfigError if Python has imported another module than the user's `module`, a name without dots."""
+    own = None if module in OWN_PACKAGES else own_file(module)
+    found = getattr(sys.modules[module], "__file__", None) or "Python itself"
+    if own and os.path.realpath(found) != os.path.realpath(own) and _SENT not in found:
+        raise ConfigError(f"{key}: {own} is hidden by the module {module} of {found}: rename it")
+
+
+def modules_to_send() -> list[str]:
+    """Return the .py files and packages in the working directory, which the run's other hosts get."""
+    here = Path.cwd()
+    ours = _OF_A_CHECKOUT if here.samefile(PROJECT) else ()
+    modules = [each for each in here.iterdir() if each.suffix == ".py" or (each / "__init__.py").is_file()]
+    return sorted(str(each) for each in modules if each.stem not in ours)
+
+
+def find_sent_modules_first() -> None:
+    """Have this process find the modules that Ray has carried here before modules of this host's working directory."""
+    sys.path.sort(key=lambda folder: _SENT not in folder)
+
 
 Entry = TypeVar("Entry")
 
@@ -74,3 +123,32 @@ def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., An
     """
     found: Callable[..., Any] = import_object(code, key) if isinstance(code, str) else code
     return found
+
+
+EXTRAS = {
+    "page": ("bokeh", "starlette", "uvicorn"),
+    "reasoning-gym": ("reasoning_gym",),
+    "tensorboard": ("tensorboardX",),
+}
+"""The modules that each extra of pyproject.toml installs for the code of this project."""
+
+
+def lacking(extra: str) -> str:
+    """Return what of an extra is not installed and how to install it, as a sentence's end; "" if nothing lacks."""
+    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    return f"needs {', '.join(missing)}, not installed here. Run: pip install 'async-rl[{extra}]'" if missing else ""
+
+
+def check_extra(extra: str, user: str) -> None:
+    """Raise a ConfigError that begins with `user`, what can't work without the extra, if it is not installed."""
+    if text := lacking(extra):
+        raise ConfigError(f"{user} {text}")
+
+
+def doc_page(name: str) -> str:
+    """Return the path of a page: docs/NAME in the repository; where async-rl is installed from a wheel, its file there.
+
+    The wheel holds the pages in async_rl/docs, which is a link to docs in the repository.
+    """
+    in_repository, in_wheel = Path(PROJECT, "docs", name), Path(PROJECT, "async_rl", "docs", name)
+    return str(in_wheel) if in_wheel.exists() and not in_repository.exists() else f"docs/{name}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import ConfigError
-from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.base.run_dir.files import write_whole
 
 NORMAL_END = "ended normally"
 INTERRUPTED_END = "interrupted"

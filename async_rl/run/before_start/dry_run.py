@@ -7,8 +7,7 @@ from math import inf
 from typing import Any
 
 from async_rl.base.config import Config
-from async_rl.base.config.loading import dump_config, load_config
-from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.config.loading import dump_config, load_config, read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import located, pinned
 from async_rl.base.models_and_data.model_folder import policy_lr

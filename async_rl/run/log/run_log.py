@@ -13,7 +13,15 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.config.watch import RULES
 from async_rl.base.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
-from async_rl.base.run_dir.checkpoints import checkpoint_before, list_checkpoints, prune, resumed_training_state
+from async_rl.base.run_dir.checkpoints import (
+    checkpoint_before,
+    list_checkpoints,
+    missing_steps,
+    numbers_text,
+    prune,
+    restored_records,
+    resumed_training_state,
+)
 from async_rl.base.run_dir.resuming import kept_resumes, write_config
 from async_rl.base.run_dir.unlogged_steps import missing_steps, numbers_text, restored_records
 from async_rl.base.run_dir.watch_events import accepted_rules

@@ -18,7 +18,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from async_rl.base.config import Limit
 from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.base.run_dir.log_tail import log_tail
+from async_rl.base.run_dir.files import log_tail
 from async_rl.base.telemetry.status import Status, write_status
 from async_rl.run.processes.actors import Origin
 from async_rl.run.processes.placement import Reservation

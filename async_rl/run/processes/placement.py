@@ -24,7 +24,6 @@ import psutil
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check, either
-from async_rl.base.config.compact import check_compact_transport, check_compact_type
 from async_rl.base.config.resolve import Decided, resolve
 from async_rl.base.config.staging import check_staging_transport
 from async_rl.base.errors import ConfigError, WaitTimeoutError

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from async_rl.base.config import Config
 from async_rl.base.config.watch import RULES, Rule
-from async_rl.base.seams.doc_pages import doc_page
+from async_rl.base.seams.lookup import doc_page
 
 Values = Mapping[str, float]
 PAGE = doc_page("watcher.md")

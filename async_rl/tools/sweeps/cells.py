@@ -19,10 +19,9 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.config.loading import dump_config, load_config, text_override
-from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.config.loading import dump_config, load_config, read_yaml, text_override
 from async_rl.base.errors import ConfigError
-from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.base.run_dir.files import write_whole
 from async_rl.base.telemetry.metrics import read_metrics
 
 SEED = "seed"

@@ -30,6 +30,7 @@ from async_rl.base.config.check import check
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import lineage_of, list_checkpoints
+from async_rl.base.run_dir.files import write_whole
 from async_rl.base.run_dir.run_dir import create_folder, has_locked, is_complete, is_locked
 from async_rl.base.run_dir.whole_file import write_whole
 from async_rl.run.processes.placement import gpus_of_servers

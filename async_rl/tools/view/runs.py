@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.base.config.yaml_text import YAMLError, read_yaml
+from async_rl.base.config.loading import YAMLError, read_yaml
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.resuming import resuming_since_s
 from async_rl.base.telemetry.status import NORMAL_END, STALE_S, goes_on, state_of

@@ -29,7 +29,7 @@ from async_rl.base.config import Config
 from async_rl.base.cores import server_threads
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.network import api_key
-from async_rl.base.seams.doc_pages import doc_page
+from async_rl.base.seams.lookup import doc_page
 from rollout_server.engines.base import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port

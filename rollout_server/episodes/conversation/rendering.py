@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
+from async_rl.base.models_and_data.model_folder import TEMPLATE_DATE
 from rollout_server.episodes.conversation.messages import ROLES, Message, Schema, tools_text, user
 
 _REPLY = "\u2402reply\u2402"

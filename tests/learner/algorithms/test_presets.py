@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from async_rl.base.config import AlgorithmConfig, Config
+from async_rl.base.config.algorithm import PRESETS
 from async_rl.base.config.loading import load_config
-from async_rl.base.config.presets import PRESETS
 from async_rl.base.types import Batch
 from learner.algorithms.objective import Objective
 from learner.loop.updater import Updater

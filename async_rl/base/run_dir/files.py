@@ -1,10 +1,22 @@
-"""Puts the last lines of a process's log into an error message, and finds them in it."""
+"""Writes files whole, and reads the ends of logs."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text beside `file`, and put it in its place when it is whole.
+
+    Raises:
+        OSError: as `Path.write_text`; `file` is then as it was.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.replace(file)
+
 
 TAIL_LINES = 20
 END_BYTES = 2**20

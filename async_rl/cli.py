@@ -321,7 +321,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _export_trajectories(args: argparse.Namespace) -> int:
-    from buffer.journal.export import export_trajectories
+    from buffer.journal_export import export_trajectories
 
     texts = None
     if args.text:
@@ -339,7 +339,7 @@ def _export_trajectories(args: argparse.Namespace) -> int:
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from buffer.protocol.keys import new_keys
+    from buffer.keys import new_keys
 
     new_keys(args.folder)
     print(f"keys written to {args.folder}; set network.keys={args.folder}")

@@ -44,10 +44,10 @@ from async_rl.base.types import Group, Row, Slot
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.page import machine_text
 from buffer.client import LearnerClient, WorkerClient
-from buffer.frames import receive
-from buffer.protocol.keys import own_keys
-from buffer.protocol.wire import pack_request, read_reply, read_slots
+from buffer.keys import own_keys
 from buffer.server import BufferServer
+from buffer.stored_group import receive
+from buffer.wire import pack_request, read_reply, read_slots
 
 Figures = tuple[float, ...]
 """Groups per second; CPU microseconds per group of the producer, of the process between, and of the consumer."""

@@ -44,7 +44,7 @@ from async_rl.tools.sweeps.tables import Table
 from benchmarks.generation import roll_out
 from benchmarks.page import machine_text, write_page
 from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
-from buffer.protocol.keys import own_keys
+from buffer.keys import own_keys
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from rollout_server.engines.base import Engine, open_engine
 from rollout_server.tasks.base import Task, open_task

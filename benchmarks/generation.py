@@ -40,7 +40,7 @@ from async_rl.base.types import Batch
 from async_rl.tools.sweeps.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
-from buffer.protocol.keys import own_keys
+from buffer.keys import own_keys
 from buffer.server import BufferServer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
 from rollout_server.engines.http_admin import SGLangAdmin

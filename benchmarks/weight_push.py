@@ -49,7 +49,7 @@ from async_rl.tools.sweeps.tables import Table
 from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import SIZES, save_random_model
 from benchmarks.weight_receiver import ReceiverProcess, end
-from buffer.protocol.keys import own_keys
+from buffer.keys import own_keys
 from rollout_server.engines.base import open_engine
 
 RESULTS = Path(__file__).parent / "results" / "weight_push"

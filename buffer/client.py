@@ -24,9 +24,9 @@ from async_rl.base.errors import AsyncRLError, NothingToLearnError, WaitTimeoutE
 from async_rl.base.messages.codec import encode_group
 from async_rl.base.messages.fields import cut_text
 from async_rl.base.types import MAX_CAUSE_CHARS, Batch, Group, Slot
-from buffer.frames import receive
-from buffer.protocol.keys import use_client_keys
-from buffer.protocol.wire import (
+from buffer.keys import use_client_keys
+from buffer.stored_group import receive
+from buffer.wire import (
     LONG_POLL_S,
     BufferReply,
     decode_batch,

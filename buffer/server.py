@@ -2,7 +2,7 @@
 
 A turn of the loop handles the messages that have arrived, then collects the replies, then commits the journal, and only
 then sends the replies. So whatever a client was told is in the journal. Messages are checked before they touch the
-store, see buffer/protocol/operations.py.
+store, see buffer/operations.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from async_rl.base.messages.codec import check_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.network import shuffled
 from async_rl.base.run_dir.checkpoints import TrainingState, past_file, resumed_training_state
-from buffer.checkpoint import restore_checkpoint
 from buffer.difficulty import PromptDraw
-from buffer.frames import receive, view
-from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
-from buffer.protocol.keys import CurveAuthenticator
-from buffer.protocol.operations import Operations
+from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
+from buffer.keys import CurveAuthenticator
+from buffer.operations import Operations
 from buffer.staleness import Rules
-from buffer.store import Store
+from buffer.store import Store, restore_checkpoint
 from buffer.store_state import StoreState
+from buffer.stored_group import receive, view
 
 STOP_CHECK_S = 0.2
 """The longest sleep of the loop, which checks only between sleeps whether `stop` is set."""

@@ -22,7 +22,7 @@ from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span, Timeline
 from async_rl.base.types import Batch
 from buffer.client import LearnerClient
-from buffer.protocol.wire import decode_batch
+from buffer.wire import decode_batch
 from learner.loop.batches import NoBatch, ask_buffer, await_push, check_staleness, share_taken
 from learner.loop.checkpointing import Checkpointer
 from learner.loop.driver_requests import DriverRequests, GpuTurns, start_limit

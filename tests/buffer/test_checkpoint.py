@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.base.run_dir.checkpoints import TrainingState
-from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
 from buffer.modes import open_mode
 from buffer.staleness import Rules
-from buffer.store import Store
+from buffer.store import Store, buffer_checkpoint, restore_checkpoint
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival, plain_rules

@@ -12,7 +12,7 @@ import zmq
 from async_rl.base.errors import AsyncRLError, WaitTimeoutError
 from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.operations import fair_shares
+from buffer.operations import fair_shares
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, learner_at, run_pipeline, with_worker
 from tests.kit.buffer.serving import serving

@@ -14,10 +14,10 @@ import zmq
 
 from async_rl.base.messages.codec import encode_group
 from async_rl.base.types import Slot
-from buffer.protocol.operations import Operations
-from buffer.protocol.wire import pack_request
+from buffer.operations import Operations
 from buffer.staleness import Rules
 from buffer.store import Store
+from buffer.wire import pack_request
 from tests.kit.buffer.clients import FIRST, put_frames, run_pipeline
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config, changed

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.base.config import BufferConfig, Config, NetworkConfig, RunConfig, TimeoutsConfig
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
 from tests.kit.configs import buffer_config

@@ -10,8 +10,8 @@ import pytest
 from async_rl.base.config import AlgorithmConfig, EvalConfig
 from async_rl.base.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
-from buffer.flat_groups import FLAT_BATCHES
 from buffer.store import Store
+from buffer.stored_group import FLAT_BATCHES
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import QUICK, learner_at, put_all, with_worker
 from tests.kit.buffer.serving import serving

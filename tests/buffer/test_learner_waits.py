@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.base.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.operations import LearnerWaits
+from buffer.operations import LearnerWaits
 from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker

@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.wire import pack_request, read_reply
 from buffer.server import BufferServer
+from buffer.wire import pack_request, read_reply
 from tests.kit.buffer.clients import QUICK, put_all, with_worker
 from tests.kit.groups import make_group
 

@@ -12,8 +12,8 @@ from async_rl.base.config.check import SettingsError
 from async_rl.base.errors import WireError
 from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
+from buffer.wire import pack_request
 from tests.kit.buffer.clients import FIRST, TIMEOUTS, ask, learner_at, put_frames, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config

@@ -19,8 +19,8 @@ from async_rl.base.run_dir.resuming import write_config
 from async_rl.base.types import Slot
 from async_rl.tools.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
-from buffer.journal.journal import FILE_NAME, Journal
-from buffer.protocol.wire import pack_request
+from buffer.journal import FILE_NAME, Journal
+from buffer.wire import pack_request
 from tests.kit.buffer.clients import TIMEOUTS, ask, learner_at, with_worker
 from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash

@@ -14,8 +14,8 @@ from async_rl.base.messages.codec import check_group, encode_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import Group, Slot
 from buffer.client import WorkerClient
-from buffer.protocol.wire import pack_request
 from buffer.stored_group import Arrival
+from buffer.wire import pack_request
 from tests.kit.buffer.clients import ask, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config

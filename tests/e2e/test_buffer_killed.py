@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 from buffer.stored_group import DROP_REASONS
 from tests.kit.runs import logged
 

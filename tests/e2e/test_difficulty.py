@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.base.config.loading import load_config
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 from buffer.prompt_order import PromptOrder
 from rollout_server.question import Question
 from tests.kit.assembled import run_assembled

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from transformers import PreTrainedModel
 
 from benchmarks.marked_command import MarkedCommand, wait_until
-from buffer.journal.export import export_trajectories
+from buffer.journal_export import export_trajectories
 from rollout_server.question import Question
 from tests.kit.engines.replies import TOLERANCE, from_scratch
 from tests.kit.models import load_model

@@ -21,9 +21,9 @@ from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.base.telemetry.metrics import reduce_metrics
 from async_rl.base.types import Batch
 from buffer.client import LearnerClient
-from buffer.protocol.keys import own_keys
-from buffer.protocol.wire import decode_batch
+from buffer.keys import own_keys
 from buffer.server import BufferServer
+from buffer.wire import decode_batch
 from learner.loop.learner import Learner
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task

@@ -84,7 +84,7 @@ def server_config(engine: str, model: Path, **rollout: Any) -> Config:
 
 def with_keys(config: Config, folder: Path) -> Config:
     """The config with new keys in `folder`, as the servers of a run have them."""
-    from buffer.protocol.keys import new_keys
+    from buffer.keys import new_keys
 
     new_keys(folder)
     return changed(config, network={"keys": folder})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.tools.view.journal_reader import JournalError, JournalReader
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 from tests.kit.view.run_dirs import CHARACTERS, JournalWriter, make_run, text_group
 
 

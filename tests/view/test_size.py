@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import JournalWriter, make_run, text_group
 

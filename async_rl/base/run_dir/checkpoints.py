@@ -53,7 +53,7 @@ class TrainingState:
     kl_coef: float
     """The coefficient of algorithm.kl, which an adaptive controller changes during a run."""
     buffer: dict[str, Any]
-    """The buffer's part of the state, see buffer/checkpoint.py."""
+    """The buffer's part of the state, see buffer/store.py."""
 
 
 def lineage_of(run_dir: Path) -> int:

@@ -16,8 +16,7 @@ from async_rl.base.errors import AsyncRLError
 from async_rl.base.messages.codec import decode_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import Group
-from buffer.journal.journal import check_schema, payload_folder
-from buffer.journal.payload_files import Place, read_payload
+from buffer.journal import Place, check_schema, payload_folder, read_payload
 
 QUERY_LIMIT_S = 2.0
 """A query that takes longer is ended, so that it never keeps the journal's log from being merged."""

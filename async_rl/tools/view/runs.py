@@ -17,7 +17,7 @@ from async_rl.tools.view.journal_reader import JournalReader
 from async_rl.tools.view.metrics_file import MetricsFile
 from async_rl.tools.view.timeline_file import TimelineFile
 from async_rl.tools.view.token_texts import TokenTexts
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", FILE_NAME)
 """A folder with at least one of these is the directory of a run, also if a crash or a copy left the others out."""

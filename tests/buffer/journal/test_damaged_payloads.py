@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal.journal import FILE_NAME, payload_folder
+from buffer.journal import FILE_NAME, payload_folder
 from tests.kit.buffer.clients import run_pipeline
 from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving

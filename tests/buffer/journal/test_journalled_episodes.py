@@ -16,7 +16,7 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.types import Batch, Group, Slot
 from async_rl.tools.view.journal_reader import JournalReader
-from buffer.journal.journal import FILE_NAME, Journal
+from buffer.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
 from tests.kit.buffer.journal import exported, journalled, record_arrival, same_port, select

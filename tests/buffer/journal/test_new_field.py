@@ -18,9 +18,9 @@ from async_rl.base.errors import WireError
 from async_rl.base.messages.codec import SCHEMA_VERSION, decode_group, encode_group
 from async_rl.base.types import Slot
 from async_rl.tools.view.journal_reader import JournalReader
-from buffer.journal import tables
-from buffer.journal.export import export_trajectories
-from buffer.journal.journal import FILE_NAME, Journal
+from buffer import journal as journals
+from buffer.journal import FILE_NAME, Journal
+from buffer.journal_export import export_trajectories
 from tests.kit.buffer.journal import record_arrival
 from tests.kit.random_episodes import LIMITS, random_episodes
 
@@ -100,7 +100,7 @@ def use_new_fields(folder: str) -> None:
     print(json.dumps({
         "sent": sorted([*message, *message["episodes"]]),
         "refused": refused,
-        "versions": [SCHEMA_VERSION, tables.SCHEMA_VERSION],
+        "versions": [SCHEMA_VERSION, journals.SCHEMA_VERSION],
         "decoded": [
             decoded.mood, decoded.num_hints, decoded.is_hard, decoded.notes, decoded.episodes[0].seed,
             decoded.episodes[0].score, decoded.episodes[0].was_retried, decoded.episodes[0].costs,
@@ -138,4 +138,4 @@ def test_a_declared_field_is_sent_checked_journalled_and_exported(tmp_path: Path
     ]
     assert [error.partition(":")[0] for error in found["refused"]] == ["mood", "num_hints", "episodes.score"]
     wire, journal = found["versions"]
-    assert wire != SCHEMA_VERSION and journal != tables.SCHEMA_VERSION, "other versions are told apart by themselves"
+    assert wire != SCHEMA_VERSION and journal != journals.SCHEMA_VERSION, "other versions are told apart by themselves"

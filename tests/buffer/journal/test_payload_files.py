@@ -21,7 +21,7 @@ def test_every_payload_is_read_back_from_its_place(tmp_path: Path) -> None:
 
 
 def test_a_file_is_removed_once_no_payload_in_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffer.journal.payload_files.FILE_BYTES", 200)
+    monkeypatch.setattr("buffer.journal.FILE_BYTES", 200)
     files = PayloadFiles(tmp_path, [])
     places = [place for i in range(60) for place in files.append(payloads(i, 1))]
     assert len(os.listdir(tmp_path)) == places[-1].file + 1 > 10

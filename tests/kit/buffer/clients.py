@@ -19,8 +19,8 @@ from async_rl.base.config import Config, TimeoutsConfig
 from async_rl.base.messages.codec import encode_group
 from async_rl.base.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.wire import decode_batch, pack_request
 from buffer.server import BufferServer
+from buffer.wire import decode_batch, pack_request
 from tests.kit.groups import make_group, make_row
 
 TIMEOUTS = TimeoutsConfig(buffer_s=5.0, batch_s=20.0)

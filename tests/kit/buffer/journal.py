@@ -14,7 +14,7 @@ from async_rl.base.messages.codec import check_group, encode_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import Group
 from async_rl.cli import main
-from buffer.journal.journal import FILE_NAME, Journal
+from buffer.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from buffer.stored_group import Arrival, State, StoredGroup
 from tests.kit.configs import buffer_config, changed

@@ -17,11 +17,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_rl.base.run_dir.checkpoints import TrainingState
-from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
-from buffer.journal.journal import Journal, payload_folder, read_arrived
-from buffer.journal.payload_files import Place, read_payload
+from buffer.journal import Journal, Place, payload_folder, read_arrived, read_payload
 from buffer.staleness import Rules
-from buffer.store import Store
+from buffer.store import Store, buffer_checkpoint, restore_checkpoint
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival, plain_rules

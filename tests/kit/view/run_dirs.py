@@ -18,9 +18,7 @@ from async_rl.base.telemetry.chrome_trace import ChromeTrace
 from async_rl.base.telemetry.status import Status, write_status
 from async_rl.base.telemetry.timeline import Span
 from async_rl.base.types import EpisodeFacts, Group, Row
-from buffer.journal.journal import FILE_NAME, payload_folder
-from buffer.journal.payload_files import PayloadFiles, Place
-from buffer.journal.tables import SCHEMA
+from buffer.journal import FILE_NAME, SCHEMA, PayloadFiles, Place, payload_folder
 from tests.kit.groups import make_group, make_row
 
 RIGHT_TO_LEFT = "\u202e"

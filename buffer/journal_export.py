@@ -19,9 +19,7 @@ from async_rl.base.errors import ConfigError, WireError
 from async_rl.base.messages.codec import decode_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import GroupFacts, PerPromptToken, PerToken, Row, Scalar, kinds_of
-from buffer.journal.journal import FILE_NAME, check_schema, payload_folder
-from buffer.journal.payload_files import Place, read_payload
-from buffer.journal.tables import TABLES, TEXT_LISTS, TURN_ARRAYS
+from buffer.journal import FILE_NAME, TABLES, TEXT_LISTS, TURN_ARRAYS, Place, check_schema, payload_folder, read_payload
 
 GROUPS_A_CHUNK = 128
 

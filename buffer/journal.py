@@ -1,6 +1,24 @@
-"""Keeps the buffer's whole state in SQLite, committed before the buffer answers. A restarted buffer continues from it.
+"""The journal: the buffer's whole state in SQLite, committed before the buffer answers. A restarted buffer reads it.
 
-Its tables are defined in tables.py.
+Tables, whose columns follow from the fields declared in async_rl/base/types.py and stored_group.py:
+
+    groups     one line for each group ever admitted, with its state
+    rows       one line for each row of a group that arrived
+    episodes   one line for each episode of several turns, none for the answer to a question
+    left_out   one line for each episode that has no row, because it failed or was dropped
+    turns      one line for each turn that a row of such an episode trains
+    uses       one line for each batch that a group was trained in
+    payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
+               Config.journal_kept_steps versions
+    streaks    with task.difficulty, one line for each prompt that has had a group: its position in the task, and
+               the number of its last groups in a row that were all right (> 0) or all not right (< 0)
+    state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
+
+Users may read the tables while the run continues: see "Trajectories in SQL" in the documentation.
+
+Encoded groups (payloads) are in files next to the database. SQLite would write a payload three times, which takes
+longer than all other work of the buffer. Here it is appended to the newest file. A file is removed once no payload in
+it is kept. If the machine stops, the last payloads may be lost.
 """
 
 from __future__ import annotations
@@ -8,30 +26,205 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 import sqlite3
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, get_type_hints
 
 from async_rl.base.errors import AsyncRLError
+from async_rl.base.messages import codec
 from async_rl.base.messages.codec import GroupColumns
 from async_rl.base.run_dir.checkpoints import TrainingState
-from async_rl.base.types import EpisodeFacts, GroupFacts, Metrics, Row, kinds_of
-from buffer.frames import view
-from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
-from buffer.journal.tables import (
-    ARRIVED_COLUMNS,
-    ARRIVED_TABLES,
-    ROW_COLUMNS,
-    SCHEMA,
-    SCHEMA_VERSION,
-    TABLES,
-    TEXT_LISTS,
-    TURN_ARRAYS,
+from async_rl.base.types import (
+    EpisodeFacts,
+    Flag,
+    GroupFacts,
+    Metrics,
+    Number,
+    PerTurn,
+    Row,
+    Scalar,
+    Texts,
+    Whole,
+    kinds_of,
 )
-from buffer.stored_group import Arrival, StoredGroup
+from buffer.store_state import StoreState
+from buffer.stored_group import Arrival, StoredGroup, view
+
+FILE_BYTES = 64 * 2**20
+"""A file of this size is followed by a new one. Pruning frees disk space by whole files."""
+
+
+class Place(NamedTuple):
+    """The place of a payload: the number of its file, its first byte, and its length."""
+
+    file: int
+    start: int
+    bytes: int
+
+
+class PayloadFiles:
+    """Appends payloads to numbered files in a folder, and deletes a file, but the newest, once it keeps no payload.
+
+    `kept` has the places of the payloads that an earlier buffer wrote and that are still kept; files without any are
+    deleted at once. Every method raises OSError if the folder or a file can't be read or written.
+    """
+
+    def __init__(self, folder: Path, kept: Iterable[Place]) -> None:
+        self._folder = folder
+        self._kept = Counter(place.file for place in kept)
+        folder.mkdir(parents=True, exist_ok=True)
+        there = set(_numbers(folder))
+        for number in there - self._kept.keys():
+            (folder / str(number)).unlink()
+        # Never append to the last file of a buffer that was killed: its last write may be incomplete.
+        self._newest = max(there, default=-1)
+        self._end = FILE_BYTES
+        self._file: BinaryIO | None = None
+
+    def append(self, payloads: Sequence[memoryview]) -> list[Place]:
+        """Write payloads to the end of the newest file, or of a new one if it is full, and return the place of each."""
+        places = []
+        for payload in payloads:
+            if self._end >= FILE_BYTES:
+                self._begin()
+            assert self._file is not None
+            self._file.write(payload)
+            places.append(Place(self._newest, self._end, len(payload)))
+            self._end += len(payload)
+            self._kept[self._newest] += 1
+        if self._file is not None:
+            self._file.flush()
+        return places
+
+    def remove(self, places: Iterable[Place]) -> None:
+        """Stop keeping the payloads at `places`. A file that then has none is deleted, unless it is the newest."""
+        for place in places:
+            self._kept[place.file] -= 1
+            if not self._kept[place.file]:
+                del self._kept[place.file]
+                if place.file != self._newest:
+                    (self._folder / str(place.file)).unlink()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _begin(self) -> None:
+        self.close()
+        if self._newest >= 0 and not self._kept[self._newest]:
+            (self._folder / str(self._newest)).unlink(missing_ok=True)
+        self._newest += 1
+        self._end = 0
+        self._file = (self._folder / str(self._newest)).open("xb")
+
+
+def share_files(source: Path, target: Path) -> list[int]:
+    """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
+
+    Returns the numbers of the files, [] without a folder `source`. A linked file is safe, as none is ever appended to.
+    """
+    numbers = _numbers(source) if source.is_dir() else []
+    for number in numbers:
+        path, copy = source / str(number), target / str(number)
+        if not copy.exists():
+            try:
+                copy.hardlink_to(path)
+            except OSError:
+                shutil.copyfile(path, copy)
+    return numbers
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Return the numbers of the payload files in a folder. Others, such as NFS's .nfs0000a1, are left alone."""
+    return [int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdecimal()]
+
+
+def read_payload(folder: Path, place: Place) -> bytes:
+    """Return the payload at a place. Raises OSError if it is missing or incomplete."""
+    with (folder / str(place.file)).open("rb") as file:
+        file.seek(place.start)
+        data = file.read(place.bytes)
+    if len(data) != place.bytes:
+        raise OSError(f"the payload file {folder / str(place.file)} ends before byte {place.start + place.bytes}")
+    return data
+
+
+_SQL_TYPES: dict[type, str] = {
+    **dict.fromkeys((int, bool, Whole, Flag), "INTEGER"), **dict.fromkeys((float, Number), "REAL"),
+}
+"""The SQL type of a Python type or of a kind of field; of all others it is TEXT."""
+
+
+def _columns(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SQL types of fields, whose values here are kinds or Python types."""
+    return {
+        name: _SQL_TYPES.get(of if isinstance(of, type) else type(of), "TEXT") for name, of in fields.items()
+    }
+
+
+ROW_COLUMNS = tuple(name for name in StoredGroup._fields if name not in ("arrival", "trained_versions", "payload"))
+_OF_STORE = {name: get_type_hints(StoredGroup)[name] for name in ROW_COLUMNS} | get_type_hints(Arrival)
+_OF_GROUP = kinds_of(GroupFacts, Scalar)
+ARRIVED_COLUMNS = tuple(name for name in _OF_GROUP if name not in _OF_STORE)
+"""The columns of `groups` that are written when a group arrives; the store has no use for them."""
+TEXT_LISTS = kinds_of(GroupFacts, Texts)
+"""The fields of a group that are lists of texts. Each has a table of its own."""
+TURN_ARRAYS = kinds_of(Row, PerTurn)
+
+_KEYS = {
+    "groups": ("group_id",),
+    "rows": ("group_id", "row"),
+    "episodes": ("group_id", "episode"),
+    **dict.fromkeys(TEXT_LISTS, ("group_id", "number")),
+    "turns": ("group_id", "row", "turn"),
+}
+_MORE = {
+    "groups": _columns({**_OF_STORE, "final_version": int, **_OF_GROUP}),
+    "rows": _columns({
+        "episode": int, "response_tokens": int, "context_tokens": int, "oldest_version": int, "newest_version": int,
+        **kinds_of(Row, Scalar),
+    }),
+    "episodes": _columns({"reward": float, **kinds_of(EpisodeFacts, Scalar)}),
+    **{name: {kind.column: "TEXT"} for name, kind in TEXT_LISTS.items()},
+    "turns": {kind.column: "REAL" if "f" in kind.dtype else "INTEGER" for kind in TURN_ARRAYS.values()},
+}  # fmt: skip
+TABLES = {table: {**dict.fromkeys(keys, "INTEGER"), **_MORE[table]} for table, keys in _KEYS.items()}
+"""[table][column] its SQL type."""
+ARRIVED_TABLES = tuple(table for table in TABLES if table != "groups")
+"""The tables whose rows are written once, when a group arrives."""
+
+
+def _create(table: str) -> str:
+    columns = ", ".join(f"{name} {sql_type}" for name, sql_type in TABLES[table].items())
+    storage = "" if table == "groups" else " WITHOUT ROWID"  # a group's error may be long
+    return f"CREATE TABLE IF NOT EXISTS {table} ({columns}, PRIMARY KEY ({', '.join(_KEYS[table])})){storage};\n"
+
+
+_DEFINITIONS = "".join(map(_create, TABLES)) + """
+CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
+CREATE TABLE IF NOT EXISTS streaks (position INTEGER PRIMARY KEY, streak INTEGER);
+CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
+CREATE VIEW IF NOT EXISTS trained AS
+    SELECT uses.version + 1 AS step, uses.version - rows.oldest_version AS staleness, rows.*
+    FROM uses JOIN rows USING (group_id);
+CREATE VIEW IF NOT EXISTS errors AS
+    SELECT group_id, data_row, episodes.end AS what, episodes.error FROM episodes JOIN groups USING (group_id)
+    WHERE episodes.error <> ''
+    UNION ALL
+    SELECT group_id, data_row, 'left out', left_out.error FROM left_out JOIN groups USING (group_id)
+    UNION ALL
+    SELECT group_id, data_row, 'dropped', error FROM groups WHERE error <> '';
+"""
+SCHEMA_VERSION = zlib.crc32(f"{_DEFINITIONS} {StoreState().scalars()} {codec.SCHEMA_VERSION}".encode()) >> 1
+"""Version of the journal: a checksum of its tables, of the scalars of an empty store and of the payloads' fields."""
+SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};\n{_DEFINITIONS}"
+
 
 FILE_NAME = "trajectories.sqlite"
 PAYLOADS_NAME = "{file_name}-payloads"
@@ -175,9 +368,9 @@ class Journal:
             self._db.execute("BEGIN")
             execute = self._db.executemany
             facts = self._facts
-            execute(_WRITE_ROW, [_columns(row, version) for row in rows if row.group_id not in facts])
+            execute(_WRITE_ROW, [_row_values(row, version) for row in rows if row.group_id not in facts])
             execute(_WRITE_ARRIVED_ROW, [
-                (*_columns(row, version), *_of_arrived(facts[row.group_id])) for row in rows if row.group_id in facts
+                (*_row_values(row, version), *_of_arrived(facts[row.group_id])) for row in rows if row.group_id in facts
             ])
             execute(
                 "INSERT INTO payloads VALUES (?, ?, ?, ?)",
@@ -287,7 +480,7 @@ def _by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
     return cursor
 
 
-def _columns(row: StoredGroup, version: int) -> tuple[Any, ...]:
+def _row_values(row: StoredGroup, version: int) -> tuple[Any, ...]:
     """Return the values of a row for _STORE_COLUMNS; if its state is final, `version` is its final_version."""
     return (*_of_row(row), *(row.arrival or _NO_ARRIVAL), version if row.state in FINAL else None)
 

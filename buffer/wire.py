@@ -39,8 +39,7 @@ from async_rl.base.messages.codec import SCHEMA_VERSION, decode_group
 from async_rl.base.messages.fields import MAX_INT, Fields, pack, refusal, unpack
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import Batch, Slot
-from buffer.frames import Frame, view
-from buffer.stored_group import StoredGroup
+from buffer.stored_group import Frame, StoredGroup, view
 
 LONG_POLL_S = 5.0
 """The longest wait_s that a client sends. A request that can't be fulfilled by then gets an empty answer, and the

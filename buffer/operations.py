@@ -1,7 +1,7 @@
 """Checks each request, applies it to the store, and answers it at once or parks it until it can be answered.
 
 A refused request changes nothing; its sender gets the reason. This module has no socket and no journal. The operations
-are listed in buffer/protocol/wire.py.
+are listed in buffer/wire.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from async_rl.base.messages.codec import GroupColumns, check_group
 from async_rl.base.messages.fields import Fields
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import MAX_CAUSE_CHARS
-from buffer.checkpoint import buffer_checkpoint
-from buffer.frames import Frame, view
-from buffer.protocol.wire import (
+from buffer.store import Store, buffer_checkpoint
+from buffer.stored_group import Arrival, Frame, view
+from buffer.wire import (
     MAX_ANSWERED,
     MAX_ERROR_CHARS,
     Request,
@@ -30,8 +30,6 @@ from buffer.protocol.wire import (
     read_request,
     read_request_id,
 )
-from buffer.store import Store
-from buffer.stored_group import Arrival
 
 MAX_WAIT_S = 60.0
 MAX_ACKNOWLEDGED = 2**20

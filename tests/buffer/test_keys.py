@@ -16,7 +16,7 @@ from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.cli import main
 from buffer.client import LearnerClient
-from buffer.protocol.keys import (
+from buffer.keys import (
     check_keys,
     client_keys_to_send,
     drop_client_keys,
@@ -24,8 +24,8 @@ from buffer.protocol.keys import (
     own_keys,
     take_client_keys,
 )
-from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
+from buffer.wire import pack_request
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config, changed, make_config
@@ -122,7 +122,7 @@ def test_secret_keys_are_never_readable_by_others_not_even_in_a_folder_that_is(
         return public, secret
 
     create_certificates = zmq.auth.create_certificates
-    monkeypatch.setattr("buffer.protocol.keys.create_certificates", create_and_look)
+    monkeypatch.setattr("buffer.keys.create_certificates", create_and_look)
     (tmp_path / "shared").mkdir(mode=0o755)
     before = os.umask(0o022)
     try:

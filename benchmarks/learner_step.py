@@ -42,14 +42,13 @@ from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import SIZES, save_random_model
-from learner.algorithms.token_advantages import batch_advantages
+from learner.algorithms.advantages import batch_advantages
 from learner.loop.ranks import Ranks
 from learner.loop.updater import Updater
 from learner.models import token_scores as scoring
 from learner.models.network import Network
 from learner.models.policy import shard
-from learner.packing.attention_mask import attention_mask
-from learner.packing.microbatches import MicroBatch
+from learner.packing import MicroBatch, attention_mask
 
 RESULTS = Path(__file__).parent / "results" / "learner_step"
 MATRIX_SIZE = 8192

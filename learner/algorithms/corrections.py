@@ -14,7 +14,7 @@ from torch import Tensor
 
 from async_rl.base.config import MasksConfig
 from learner.algorithms.masked_ops import bounded_exp, mean_by_row, sum_by_row
-from learner.packing.microbatches import ResponseTokens
+from learner.packing import ResponseTokens
 
 
 def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:

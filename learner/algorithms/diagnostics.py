@@ -19,8 +19,7 @@ from async_rl.base.telemetry.metrics import Metric, Reduction
 from async_rl.base.types import Batch, Row
 from learner.algorithms.losses import kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_row
-from learner.loop.episodes import rows_by_episode, tokens_by_episode
-from learner.packing.microbatches import ResponseTokens
+from learner.packing import ResponseTokens, rows_by_episode, tokens_by_episode
 
 Totals = dict[str, npt.NDArray[np.float64]]
 BUCKETS = 11

@@ -27,7 +27,7 @@ from async_rl.base.config import Config
 from async_rl.base.seams import find_entry
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import Batch, Group
-from learner.algorithms.advantages import whitening
+from learner.algorithms.advantages import critic_advantages, penalty_to_go, whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
@@ -38,9 +38,7 @@ from learner.algorithms.diagnostics import (
     add_policy,
 )
 from learner.algorithms.losses import LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
-from learner.algorithms.token_advantages import critic_advantages, penalty_to_go
-from learner.loop.episodes import rows_by_episode, tokens_by_episode
-from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
+from learner.packing import MicroBatch, MiniBatch, ResponseTokens, rows_by_episode, tokens_by_episode
 
 KL_STEP = 0.1
 """In one batch an adaptive KL coefficient changes by at most 0.2 * KL_STEP of its value."""

@@ -17,7 +17,7 @@ from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import Batch
 from buffer.client import LearnerClient
 from buffer.staleness import young_enough
-from learner.loop.episodes import rows_by_episode
+from learner.packing import rows_by_episode
 
 
 @dataclass(frozen=True, slots=True)

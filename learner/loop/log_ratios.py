@@ -12,7 +12,7 @@ from async_rl.base.config import Config
 from async_rl.base.run_dir.checkpoints import TrainingState
 from async_rl.base.run_dir.log_ratios import LogRatioWriter, StepLogRatios, link_past
 from async_rl.base.types import Batch
-from learner.packing.microbatches import MicroBatch, MiniBatch
+from learner.packing import MicroBatch, MiniBatch
 
 Answers = tuple[tuple[int, int], ...]
 

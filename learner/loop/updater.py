@@ -1,6 +1,6 @@
 """One batch becomes one new policy version. `Updater.update` is the whole step, from top to bottom:
 
-    advantages      algorithms/token_advantages.py  rewards of whole groups -> an advantage for each response token
+    advantages      algorithms/advantages.py        rewards of whole groups -> an advantage for each response token
     pack            packing.py                      rows -> rows, micro-batches and minibatches of this rank
     at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
     prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
@@ -31,6 +31,7 @@ from async_rl.base.models_and_data.model_folder import forbidden_tokens, policy_
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import Batch, FloatArray
 from async_rl.base.weights.transport import serving_dtype
+from learner.algorithms.advantages import batch_advantages
 from learner.algorithms.corrections import log_ratios, step_scale, weight_sums
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
@@ -42,7 +43,6 @@ from learner.algorithms.diagnostics import (
 )
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
-from learner.algorithms.token_advantages import batch_advantages
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
@@ -50,8 +50,15 @@ from learner.memory.plan import decide_checkpointing
 from learner.models.network import open_critic
 from learner.models.policy import Reference, layout_of, open_policy, shard
 from learner.models.reward_model import RewardModel
-from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
-from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
+from learner.packing import (
+    ForwardInputs,
+    MicroBatch,
+    MiniBatch,
+    collate,
+    make_pieces,
+    plan_microbatches,
+    split_minibatches,
+)
 from learner.stages.pretraining import PretrainingTerm, ptx_metrics
 
 

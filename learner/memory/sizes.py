@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from async_rl.base.config import Config, LearnerConfig
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.algorithms.objective import Objective
-from learner.loop.optimizer_choice import open_optimizer, some_lr
+from learner.loop.optimizer import open_optimizer, some_lr
 
 MASTER_BYTES = 4
 """Bytes of a trained weight, in float32; its gradient has as many."""
@@ -89,7 +89,7 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
 
         add_adapters(lm, config.model.lora)
     if role == "policy" and config.model.frozen:
-        from learner.models.frozen import freeze
+        from learner.models.network import freeze
 
         freeze(lm, config.model.frozen)
     if role not in ("policy", "critic"):
@@ -143,7 +143,7 @@ def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
             weight.grad = torch.empty_like(weight)
         try:
             optimizer.step()
-        except Exception:  # of any type; learner/loop/optimizer_choice.py tries it with the run's own weights
+        except Exception:  # of any type; learner/loop/optimizer.py tries it with the run's own weights
             return 2 * MASTER_BYTES * sum(count * math.prod(shape) for shape, count in counts.items())
     kept = [sum(t.nbytes for t in _tensors(optimizer.state[weight]) if t.numel() > 1) for weight in weights]
     return sum(count * num_bytes for count, num_bytes in zip(counts.values(), kept, strict=True))

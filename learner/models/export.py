@@ -16,8 +16,8 @@ from async_rl.base.run_dir.checkpoints import check_newest, find_checkpoint, run
 from async_rl.base.run_dir.resuming import config_file
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from learner.loop.checkpointing import AVERAGE, check_weights, has_average
-from learner.models.loading import read_weights
 from learner.models.lora import merged_parameters
+from learner.models.network import read_weights
 from learner.models.policy import open_policy, write_folder
 
 

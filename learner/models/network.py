@@ -1,20 +1,187 @@
-"""The base of the learner's networks, a Hugging Face model with its last hidden states, and the critic."""
+"""Loads networks, freezes weights, and computes last hidden states; the critic.
+
+    open_model     the model with meta tensors: names, shapes and types, but no weights
+    shard          learner/models/policy.py; FSDP2 splits meta tensors as it does others
+    read_weights   allocates this rank's shards, and fills them from the files tensor by tensor
+
+A rank reads only the parts of weight files that it keeps. It needs at most the memory of its shards and of one tensor.
+Where transformers joins several tensors in one weight, such as the experts of a layer, it needs all these tensors.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForTokenClassification
 
 from async_rl.base.config import Config
-from learner.models.loading import open_model
+from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.weights.checkpoint_names import Source, sources_of
+from learner.loop.optimizer import check_finite
 from learner.models.sequence import gather_tokens, owners, split_states
-from learner.packing.attention_mask import attention_mask, block_mask
-from learner.packing.microbatches import ForwardInputs, PackedTokens
+from learner.models.split_vocabulary import unfit_vocabulary
+from learner.packing import ForwardInputs, PackedTokens, attention_mask, block_mask
+
+_SHOWN = 5
+
+
+def freeze(lm: Any, patterns: Sequence[str]) -> None:
+    """Keep the weights of a model that fit a pattern, such as `model.layers.0.*`, from being trained.
+
+    Tied weights have one name, the embeddings'.
+
+    Raises:
+        ConfigError: no weight fits a pattern, or no weight is left to train.
+    """
+    weights = dict(lm.named_parameters())
+    for pattern in patterns:
+        fitting = [name for name in weights if fnmatchcase(name, pattern)]
+        if not fitting:
+            some = ", ".join([*weights][:_SHOWN])
+            raise ConfigError(f"model.frozen: no weight has a name like {pattern!r}. The model has {some}, ...")
+        for name in fitting:
+            weights[name].requires_grad_(False)
+    if not any(weight.requires_grad for weight in weights.values()):
+        raise ConfigError(f"model.frozen must leave weights to train, got {list(patterns)}, which fit all of them")
+
+
+Start = Callable[[torch.Size], Tensor]
+"""Makes the first value, whole and in CPU memory, of a weight that no file holds, from its shape."""
+
+
+def open_model(model_class: Any, path: str, dtype: torch.dtype, **settings: Any) -> Any:
+    """Return the Hugging Face model in the folder `path` with meta tensors for weights; `read_weights` reads these.
+
+    What no file holds, such as the frequencies of rotary embeddings, is computed.
+
+    Args:
+        model_class: one of transformers' auto classes, whose `from_pretrained` gets the `settings`.
+    """
+    lm, loaded = model_class.from_pretrained(
+        path, dtype=dtype, device_map="meta", output_loading_info=True, **settings
+    )
+    for module in lm.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                empty = torch.empty_like(buffer, device="cpu")
+                # NaN in what nothing computes is found by read_weights
+                module._buffers[name] = empty.fill_(math.nan) if buffer.is_floating_point() else empty
+        if next(module.buffers(), None) is not None:  # a module around its own may compute it
+            module._is_hf_initialized = False
+    lm.initialize_weights()  # skips what is marked as initialised, which are all weights
+    lm.stored_weights = StoredWeights(lm, path, sorted(loaded["missing_keys"]))
+    return lm.eval()
+
+
+class StoredWeights:
+    """The weights of a model that is still without them: the files that hold them, and the start of all others."""
+
+    def __init__(self, lm: Any, path: str, missing: Sequence[str]) -> None:
+        self.path = path
+        self._file_of: dict[str, Path] = {}
+        for file in weight_files(Path(path)):
+            with safe_open(file, framework="pt") as opened:
+                self._file_of |= dict.fromkeys(opened.keys(), file)
+        modules = dict(lm.named_modules())
+        # Adapters change the names of modules, but not the modules; sharding changes parameters, but not their modules.
+        self._owner_of = {
+            name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in lm.state_dict()
+        }
+        self._sources = sources_of(lm, list(self._file_of))
+        self._missing = missing
+        self._starts: list[tuple[nn.Module, str, Start]] = []
+
+    def start(self, module: nn.Module, start: Start) -> None:
+        """Have those weights of `module` that no file holds begin with the result of `start`."""
+        self._starts += [(module, name, start) for name, _ in module.named_parameters(recurse=False)]
+
+    def fill(self, lm: Any) -> None:
+        """Fill the weights of `lm`; this rank may have only shards of them.
+
+        Raises:
+            ConfigError: the files lack weights for which there is no start, or torch can't tell this rank's rows.
+        """
+        started = {module for module, _, _ in self._starts}
+        if lacking := [name for name in self._missing if self._owner_of[name][0] not in started]:
+            raise ConfigError(
+                f"the weight files in {self.path} lack {len(lacking)} weights of the model: {', '.join(lacking[:3])}. "
+                "Take config.json and weights of one model"
+            )
+        for module, attribute, start in self._starts:
+            weight = getattr(module, attribute)
+            _fill(weight, start(weight.shape).__getitem__)
+        for source in self._sources:
+            for name, read in self._readers(lm, source):
+                owner, attribute = self._owner_of[name]
+                _fill(getattr(owner, attribute), read)
+
+    def _readers(self, lm: Any, source: Source) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
+        """Yield (name, function that returns a range of rows) of each weight that is made of the tensors of a source.
+
+        The files are open until the next one is asked for, so that their pages do not add up to the whole model.
+        """
+        with ExitStack() as stack:
+            opened = {
+                file: stack.enter_context(safe_open(file, framework="pt"))
+                for file in {self._file_of[name] for name in source.tensors}
+            }
+            if source.converter is None:
+                (name,) = source.tensors
+                piece = opened[self._file_of[name]].get_slice(name)
+                yield source.weight, lambda rows: piece[rows] if piece.get_shape() else piece[...]
+                return
+            tensors = {name: opened[self._file_of[name]].get_tensor(name) for name in source.tensors}
+            for name, whole in source.convert(lm, tensors).items():
+                yield name, whole.__getitem__
+
+
+def read_weights(module: nn.Module, lm: Any, device: torch.device | str) -> None:
+    """Allocate on `device` what this rank keeps of the weights of `lm`, part of `module`, and read it from the files.
+
+    Raises:
+        ConfigError: the files lack weights, one of this rank's is NaN or infinite, or nothing has computed a buffer.
+    """
+    stored: StoredWeights = lm.stored_weights
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    if not any(isinstance(parameter, DTensor) for parameter in lm.parameters()):
+        lm.tie_weights()  # what was one meta tensor has become two
+    with torch.no_grad():
+        stored.fill(lm)
+    del lm.stored_weights
+    check_finite(lm, stored.path)
+    if lacking := [name for name, buffer in lm.named_buffers() if buffer.isnan().any()]:
+        raise ConfigError(
+            f"the model in {stored.path}, of type {lm.config.model_type}, must have numbers in all its buffers, got "
+            f"NaN in {len(lacking)}: {', '.join(lacking[:3])}. No file holds them, and transformers does not compute "
+            "them. Take another model, e.g. of the Llama or Qwen3 family"
+        )
+
+
+def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
+    """Copy the rows that this rank has of a weight into it; `read` returns them."""
+    if not isinstance(weight, DTensor):
+        weight.copy_(read(slice(None)))
+        return
+    mesh, own = weight.device_mesh, weight.to_local()
+    shape, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+    if shape != own.shape:  # checkpoints find their rows by the same function
+        raise unfit_vocabulary(len(weight), mesh.size(), len(own), shape[0])
+    if own.numel():  # the last ranks may have no rows
+        own.copy_(read(slice(first, first + own.shape[0])))
+
 
 MASKED = ("sdpa", "eager")
 """The attention of transformers that takes a mask of numbers."""

@@ -24,8 +24,6 @@ from async_rl.base.run_dir.checkpoints import model_folder
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from async_rl.base.weights.disk import write_weights
 from learner.loop.ranks import Ranks
-from learner.models.frozen import freeze
-from learner.models.loading import open_model, read_weights
 from learner.models.lora import (
     AdapterParcels,
     adapter_starts,
@@ -34,12 +32,11 @@ from learner.models.lora import (
     merged_parameters,
     without_adapters,
 )
-from learner.models.network import MASKED, Network
+from learner.models.network import MASKED, Network, freeze, open_model, read_weights
 from learner.models.sequence import RECURRENT, WINDOWS, kernel_of, owners, split_attention
 from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
-from learner.packing.microbatches import ForwardInputs
-from learner.packing.plan import Layout
+from learner.packing import ForwardInputs, Layout
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 SHARD_BYTES = 4 * 2**30

@@ -19,12 +19,10 @@ from async_rl.base.models_and_data.model_folder import TEMPLATE_DATE, has_tokeni
 from async_rl.base.models_and_data.model_loading import usable_positions
 from async_rl.base.types import Batch, Row
 from learner.loop.ranks import Ranks
-from learner.models.loading import open_model
-from learner.models.network import Network
+from learner.models.network import Network, open_model
 from learner.models.policy import shard
 from learner.models.sequence import gather_tokens, owners
-from learner.packing.microbatches import PackedTokens
-from learner.packing.plan import Layout, Piece, plan_microbatches
+from learner.packing import Layout, PackedTokens, Piece, plan_microbatches
 
 OFFSET = "reward_offset"
 """The key of config.json whose value is subtracted from the output of the model."""

@@ -27,8 +27,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from async_rl.base.errors import AsyncRLError, ConfigError
-from learner.packing.attention_mask import WHOLE, attention_mask, block_mask
-from learner.packing.microbatches import PADDING, PackedTokens
+from learner.packing import PADDING, WHOLE, PackedTokens, attention_mask, block_mask
 
 _PREFIX = "sequence_parallel_"
 """The beginning of the names of these attention functions in transformers' table; the name of a kernel follows."""

@@ -23,8 +23,7 @@ from async_rl.base.types import Batch, Group, IntArray, Row
 from learner.algorithms.diagnostics import MetricAccumulator, Totals
 from learner.loop.ranks import Ranks
 from learner.models.policy import Policy
-from learner.packing.microbatches import collate
-from learner.packing.plan import Layout, make_pieces, plan_microbatches
+from learner.packing import Layout, collate, make_pieces, plan_microbatches
 
 _KEY = "task.pretrain_path"
 

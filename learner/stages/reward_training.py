@@ -20,7 +20,7 @@ from async_rl.base.models_and_data.model_loading import load_without_weights, us
 from async_rl.base.telemetry.metrics import Metric
 from learner.algorithms.losses import bradley_terry, comparison_metrics
 from learner.loop.optimizer import decayed, non_finite
-from learner.models.loading import open_model, read_weights
+from learner.models.network import open_model, read_weights
 from learner.models.reward_model import OFFSET, RewardRow, Scorer, padded_rows
 
 _REPORT_EVERY_STEPS = 20

@@ -20,7 +20,7 @@ from async_rl.base.models_and_data.model_folder import check_model_folder, load_
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from async_rl.base.telemetry.metrics import Metric
 from learner.loop.optimizer import decayed, non_finite
-from learner.models.loading import open_model, read_weights
+from learner.models.network import open_model, read_weights
 from learner.models.tiny_model import TINY_MODELS, tiny_model
 
 _REPORT_EVERY_STEPS = 20

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from async_rl.base.config import LearnerConfig, ModelConfig
 from learner.loop.ranks import Ranks
 from learner.memory.passes import LiveBytes
-from learner.models import loading
+from learner.models import network
 from learner.models.policy import open_policy, shard
 
 QWEN2_5: dict[str, dict[str, Any]] = {
@@ -120,8 +120,8 @@ def count(folder: Path, ranks: int) -> Counted:
         shard(policy, Ranks(init_device_mesh("cpu", (ranks,))), LearnerConfig())
         policy.lm.stored_weights = stored
         counter = LiveBytes()
-        with mock.patch.object(loading, "safe_open", HeaderOnly), mock.patch.object(loading, "check_finite"), counter:
-            loading.read_weights(policy, policy.lm, "meta")
+        with mock.patch.object(network, "safe_open", HeaderOnly), mock.patch.object(network, "check_finite"), counter:
+            network.read_weights(policy, policy.lm, "meta")
     shards = [4 * parameter.to_local().numel() for parameter in policy.lm.parameters()]
     block = sum(num_bytes for name, num_bytes in whole.items() if ".layers.0." in name)
     return Counted(sum(whole.values()), sum(shards), block, max(whole.values()), counter.peak)

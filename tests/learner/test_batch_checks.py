@@ -15,8 +15,7 @@ from async_rl.base.types import Batch
 from learner.algorithms.objective import Objective
 from learner.loop.batches import check_bound, check_staleness
 from learner.loop.updater import Updater
-from learner.packing.microbatches import collate
-from learner.packing.plan import Piece
+from learner.packing import Piece, collate
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_minibatch

@@ -11,7 +11,7 @@ from async_rl.base.errors import NothingToLearnError
 from async_rl.base.messages.reports import StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import list_checkpoints
 from learner.loop.batches import NoBatch
-from learner.loop.driver_requests import DriverRequests
+from learner.loop.ranks import DriverRequests
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun
 
 

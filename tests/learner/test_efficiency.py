@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.base.config import LearnerConfig, ModelConfig
 from async_rl.base.types import Batch
+from learner.algorithms.advantages import batch_advantages
 from learner.algorithms.diagnostics import MetricAccumulator
-from learner.algorithms.token_advantages import batch_advantages
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
-from learner.packing.microbatches import MicroBatch
-from learner.packing.plan import Layout
+from learner.packing import Layout, MicroBatch
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs

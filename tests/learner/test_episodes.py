@@ -16,15 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.base.config import AlgorithmConfig, Config, CorrectionConfig, StalenessConfig, TaskConfig
 from async_rl.base.types import Batch
-from learner.algorithms.advantages import gae, vtrace
+from learner.algorithms.advantages import batch_advantages, critic_advantages, gae, vtrace
 from learner.algorithms.diagnostics import MetricAccumulator, batch_metrics
 from learner.algorithms.objective import Objective
-from learner.algorithms.token_advantages import batch_advantages, critic_advantages
 from learner.loop.batches import check_bound, check_staleness
-from learner.loop.episodes import reward_at_tokens, rows_by_episode, tokens_by_episode
 from learner.loop.updater import Updater
-from learner.packing.microbatches import MicroBatch, collate
-from learner.packing.plan import Piece
+from learner.packing import MicroBatch, Piece, collate, reward_at_tokens, rows_by_episode, tokens_by_episode
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_episode_batch, make_episodes, make_minibatch, make_turns_row

@@ -14,8 +14,8 @@ from async_rl.base.config import (
 )
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.run.processes.actors import LearnerActor
-from learner.loop.driver_requests import GpuTurns
 from learner.loop.learner import Learner
+from learner.loop.ranks import GpuTurns
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
 SOON, LATE = Limit(0.02, "timeouts.batch_s"), Limit(10.0, "timeouts.batch_s")

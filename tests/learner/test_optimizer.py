@@ -12,8 +12,7 @@ import torch
 
 from async_rl.base.config import LoraConfig, ModelConfig
 from async_rl.base.errors import ConfigError
-from learner.loop.optimizer import decayed
-from learner.loop.optimizer_choice import check_optimizer
+from learner.loop.optimizer import check_optimizer, decayed
 from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch

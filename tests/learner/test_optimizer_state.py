@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from learner.loop.optimizer_choice import open_optimizer
+from learner.loop.optimizer import open_optimizer
 from learner.memory.sizes import checkpoint_bytes, state_bytes
 from tests.kit.configs import learner_config
 from tests.kit.models import save_bare_model

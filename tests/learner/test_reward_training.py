@@ -23,7 +23,7 @@ from async_rl.base.config import Config, RewardModelConfig
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.messages.reports import StepDone
 from learner.loop.ranks import Ranks
-from learner.models import loading
+from learner.models import network
 from learner.models.reward_model import RewardModel, RewardRow, RewardRows, Scorer
 from learner.models.tiny_model import character_tokenizer
 from learner.stages.reward_training import (
@@ -233,7 +233,7 @@ def save_encoder(folder: Path) -> Path:
 
 def test_also_what_no_file_holds_of_a_model_is_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT looks its positions up by a buffer. A device without data stands for a GPU; its numbers can't be checked."""
-    monkeypatch.setattr(loading, "check_finite", lambda *_: None)
+    monkeypatch.setattr(network, "check_finite", lambda *_: None)
     lm = open_scorer(config_of(save_encoder(tmp_path)), torch.device("meta")).lm
     places = {name: tensor.device.type for name, tensor in (*lm.named_parameters(), *lm.named_buffers())}
     assert {"bert.embeddings.position_ids", "classifier.weight"} <= places.keys()

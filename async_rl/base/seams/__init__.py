@@ -8,7 +8,7 @@
     weight_sync.transport       TRANSPORTS       between which devices and hosts it works     a `Transport`
 
 The other seams are in rollout_server: tasks, rewards, environments, agents and tools. learner.optimizer names torch's
-optimizers, or any that one can import: learner/loop/optimizer_choice.py.
+optimizers, or any that one can import: learner/loop/optimizer.py.
 
 A value in the configuration is either a name in the table or `module:name`, which must be an entry of the same class
 in a module that can be imported. The rest of the code asks entries for what they declare and never compares names.

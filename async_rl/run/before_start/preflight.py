@@ -203,7 +203,7 @@ def _check_loading(key: str, path: str, config: Config, attention: str) -> None:
 
         add_adapters(model, settings.lora)
     if key == "model.path" and settings.frozen:
-        from learner.models.frozen import freeze
+        from learner.models.network import freeze
 
         freeze(model, settings.frozen)
 
@@ -215,7 +215,7 @@ def _reads_text(config: Config) -> bool:
 
 
 def _check_optimizer(config: Config) -> None:
-    from learner.loop.optimizer_choice import check_optimizer
+    from learner.loop.optimizer import check_optimizer
 
     check_optimizer(config.learner)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from async_rl.base.types import Batch, EpisodeFacts, Row
-from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
+from learner.packing import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import VOCAB
 

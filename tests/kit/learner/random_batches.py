@@ -7,8 +7,8 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.types import Batch
+from learner.algorithms.advantages import batch_advantages
 from learner.algorithms.diagnostics import MetricAccumulator
-from learner.algorithms.token_advantages import batch_advantages
 from learner.loop.updater import Updater
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.replies import request_for

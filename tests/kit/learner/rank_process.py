@@ -23,8 +23,8 @@ from async_rl.base.config import (
     RewardModelConfig,
     RolloutPlacement,
 )
+from learner.algorithms.advantages import batch_advantages
 from learner.algorithms.diagnostics import MetricAccumulator
-from learner.algorithms.token_advantages import batch_advantages
 from learner.loop.batches import NoBatch, share_taken
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters, save_policy

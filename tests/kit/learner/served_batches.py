@@ -9,7 +9,7 @@ import torch
 
 from async_rl.base.config import Config, WeightSyncConfig
 from async_rl.base.types import Batch
-from learner.algorithms.token_advantages import batch_advantages
+from learner.algorithms.advantages import batch_advantages
 from learner.loop.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.kit.configs import changed

@@ -16,8 +16,7 @@ from async_rl.base.config import LearnerConfig, LearnerPlacement, PlacementConfi
 from learner.loop.ranks import open_ranks
 from learner.models import sequence
 from learner.models.policy import Policy, shard
-from learner.packing.microbatches import ForwardInputs, collate
-from learner.packing.plan import Layout, make_pieces, plan_microbatches
+from learner.packing import ForwardInputs, Layout, collate, make_pieces, plan_microbatches
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.models import VOCAB

@@ -18,13 +18,12 @@ from async_rl.base.config import (
     MasksConfig,
 )
 from async_rl.base.seams import LOSSES
-from learner.algorithms.advantages import gae, vtrace
+from learner.algorithms.advantages import critic_advantages, gae, vtrace
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.corrections import log_ratios
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
-from learner.algorithms.token_advantages import critic_advantages
-from learner.packing.microbatches import MicroBatch
+from learner.packing import MicroBatch
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_micro, make_minibatch, make_response

@@ -12,10 +12,8 @@ import torch
 
 from async_rl.base.config import AlgorithmConfig
 from async_rl.base.types import Batch
-from learner.algorithms.advantages import gae
-from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
-from learner.packing.microbatches import MicroBatch, collate
-from learner.packing.plan import Layout, make_pieces
+from learner.algorithms.advantages import batch_advantages, critic_advantages, gae, penalty_to_go
+from learner.packing import Layout, MicroBatch, collate, make_pieces
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 

@@ -25,7 +25,7 @@ from transformers import (
 from async_rl.base.config import LearnerConfig, LoraConfig, ModelConfig
 from async_rl.base.errors import ConfigError
 from learner.loop.ranks import Ranks, open_ranks
-from learner.models.loading import open_model, read_weights
+from learner.models.network import open_model, read_weights
 from learner.models.policy import Policy, open_policy, shard
 from learner.models.split_vocabulary import check_vocabulary
 from tests.kit.configs import learner_config

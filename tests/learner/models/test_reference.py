@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.base.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
 from async_rl.base.errors import ConfigError
-from learner.algorithms.token_advantages import batch_advantages
+from learner.algorithms.advantages import batch_advantages
 from learner.loop.ranks import Ranks
 from learner.loop.updater import Updater
 from learner.models.policy import Reference

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.base.config import LearnerConfig, LoraConfig, ModelConfig
 from learner.loop.ranks import Ranks
 from learner.models.policy import open_policy, shard
-from learner.packing.microbatches import ForwardInputs
+from learner.packing import ForwardInputs
 
 PROMPT, ROW = [4, 5, 6], [7, 8, 9, 2, 11, 3]
 TEMPERATURE, ROUNDED = 0.6, 77 / 128

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.packing.attention_mask import SLAB, attention_mask, block_mask
-from learner.packing.microbatches import PADDING
+from learner.packing import PADDING, SLAB, attention_mask, block_mask
 
 
 def packed_row(size: int, rng: np.random.Generator) -> Tensor:

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.packing.attention_mask import attention_mask
-from learner.packing.microbatches import collate
-from learner.packing.plan import Layout, Piece, make_pieces, plan_microbatches, split_minibatches
+from learner.packing import Layout, Piece, attention_mask, collate, make_pieces, plan_microbatches, split_minibatches
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
 

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -416,3 +417,16 @@ def _response_tokens(
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, dtype, non_blocking=True)
+
+
+SPLIT_PREFIX = "sequence_parallel_"
+"""The beginning of the names of split attention in transformers' table; the name of a kernel follows."""
+RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
+"""Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
+WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size", "window_size")
+
+
+def kernel_of(lm: Any) -> str:
+    """Return the attention that the model was loaded with, such as sdpa."""
+    name: str = lm.config._attn_implementation
+    return name.removeprefix(SPLIT_PREFIX)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,10 @@ from async_rl.base.types import Batch
 from async_rl.base.weights import PushReport, WeightPublisher, open_publisher
 from async_rl.base.weights.publisher import Tolerance
 from learner.loop.updater import Updater
-from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
+
+if TYPE_CHECKING:
+    from learner.models.lora import AdapterParcels
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +45,11 @@ class Pusher:
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher) -> None:
         self._updater = updater
         self.publisher = publisher
-        self._adapters = (
-            AdapterParcels(updater.policy.lm, updater.dtype) if config.weight_sync.lora == "adapter" else None
-        )
+        self._adapters: AdapterParcels | None = None
+        if config.weight_sync.lora == "adapter":
+            from learner.models.lora import AdapterParcels
+
+            self._adapters = AdapterParcels(updater.policy.lm, updater.dtype)
         self.membership = publisher.members
         """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
         self._is_verified = not config.weight_sync.verify

@@ -21,6 +21,7 @@ from async_rl.base.config import Config, LearnerConfig
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.algorithms.objective import Objective
 from learner.loop.optimizer import open_optimizer, some_lr
+from learner.models.network import freeze
 
 MASTER_BYTES = 4
 """Bytes of a trained weight, in float32; its gradient has as many."""
@@ -89,8 +90,6 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
 
         add_adapters(lm, config.model.lora)
     if role == "policy" and config.model.frozen:
-        from learner.models.network import freeze
-
         freeze(lm, config.model.frozen)
     if role not in ("policy", "critic"):
         lm.requires_grad_(False)

@@ -16,9 +16,8 @@ from async_rl.base.run_dir.checkpoints import check_newest, find_checkpoint, run
 from async_rl.base.run_dir.resuming import config_file
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from learner.loop.checkpointing import AVERAGE, check_weights, has_average
-from learner.models.lora import merged_parameters
 from learner.models.network import read_weights
-from learner.models.policy import open_policy, write_folder
+from learner.models.policy import open_policy, whole_parameters, write_folder
 
 
 def export(source: str | Path, target: Path) -> Path:
@@ -52,5 +51,5 @@ def export(source: str | Path, target: Path) -> Path:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     with writing(target):
-        write_folder(to_checkpoint(policy.lm, merged_parameters(policy.lm)), Path(config.model.path), target)
+        write_folder(to_checkpoint(policy.lm, whole_parameters(policy.lm)), Path(config.model.path), target)
     return checkpoint

@@ -15,12 +15,12 @@ from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from async_rl.base.config import LoraConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from async_rl.base.weights.parcels import SUFFIX, adapter_parcel, base_parcel, checksum
+from learner.models.network import gathered
 
 _ADAPTER = "default"
 _FROZEN = ".base_layer"
@@ -96,10 +96,10 @@ def merged_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iter
             continue
         layer = modules[name.rpartition(_FROZEN)[0]] if _FROZEN in name else None
         if isinstance(layer, LoraLayer) and name.endswith(".weight"):
-            a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
-            whole = torch.addmm(_gathered(parameter), b, a, alpha=layer.scaling[_ADAPTER]).to(dtype)
+            a, b = (gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
+            whole = torch.addmm(gathered(parameter), b, a, alpha=layer.scaling[_ADAPTER]).to(dtype)
         else:
-            whole = _gathered(parameter, dtype)
+            whole = gathered(parameter, dtype)
         yield name.replace(_FROZEN, ""), whole
 
 
@@ -140,24 +140,9 @@ class AdapterParcels:
         for name in self._frozen:
             yield name + SUFFIX, base_parcel(self._dtype)
         for name, layer in self._adapted.values():
-            a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
+            a, b = (gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
             if name not in self._base_sums:
-                base = _gathered(layer.get_base_layer().get_parameter("weight"))
+                base = gathered(layer.get_base_layer().get_parameter("weight"))
                 self._base_sums[name] = checksum(base.cpu().contiguous())
             scaling = layer.scaling[_ADAPTER]
             yield name + SUFFIX, adapter_parcel(a.cpu(), b.cpu(), scaling, self._dtype, self._base_sums[name])
-
-
-def _gathered(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the whole parameter on every rank, converted to `dtype` if that is given. Collective."""
-    data: Any = parameter.detach()
-    if not isinstance(data, DTensor):
-        return data.to(dtype or data.dtype)
-    mesh = data.device_mesh
-    own = data.to_local().to(mesh.device_type, dtype or data.dtype)  # offloaded shards are in CPU memory
-    data = DTensor.from_local(own, mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride())
-    placements = list(data.placements)
-    for dim in range(len(placements)):  # one dimension at a time: torch warns where it gathers two in one go
-        placements[dim] = Replicate()
-        data = data.redistribute(placements=placements)
-    return data.to_local()

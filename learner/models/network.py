@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForTokenClassification
@@ -31,8 +31,6 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.checkpoint_names import Source, sources_of
 from learner.loop.optimizer import check_finite
-from learner.models.sequence import gather_tokens, owners, split_states
-from learner.models.split_vocabulary import unfit_vocabulary
 from learner.packing import ForwardInputs, PackedTokens, attention_mask, block_mask
 
 _SHOWN = 5
@@ -178,9 +176,31 @@ def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
     mesh, own = weight.device_mesh, weight.to_local()
     shape, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
     if shape != own.shape:  # checkpoints find their rows by the same function
+        from learner.models.split_vocabulary import unfit_vocabulary
+
         raise unfit_vocabulary(len(weight), mesh.size(), len(own), shape[0])
     if own.numel():  # the last ranks may have no rows
         own.copy_(read(slice(first, first + own.shape[0])))
+
+
+def gathered(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole parameter on every rank, converted to `dtype` if that is given. Collective."""
+    data: Any = parameter.detach()
+    if not isinstance(data, DTensor):
+        return data.to(dtype or data.dtype)
+    mesh = data.device_mesh
+    own = data.to_local().to(mesh.device_type, dtype or data.dtype)  # offloaded shards are in CPU memory
+    data = DTensor.from_local(own, mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride())
+    placements = list(data.placements)
+    for dim in range(len(placements)):  # one dimension at a time: torch warns where it gathers two in one go
+        placements[dim] = Replicate()
+        data = data.redistribute(placements=placements)
+    return data.to_local()
+
+
+def has_adapters(lm: nn.Module) -> bool:
+    """Whether the model has LoRA adapters, see lora.py."""
+    return any(".lora_" in name for name, _ in lm.named_parameters())
 
 
 MASKED = ("sdpa", "eager")
@@ -203,6 +223,8 @@ class Network(nn.Module):
         With `sequence` they belong to the tokens that `owners` gives to this rank.
         """
         if self.sequence is not None:
+            from learner.models.sequence import split_states
+
             return split_states(self.lm, inputs, self.compute_dtype, self.sequence)
         mask: Tensor | BlockMask | None = None
         attention = self.lm.config._attn_implementation
@@ -224,7 +246,11 @@ class Critic(Network):
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Return the values of the N response tokens, [N] float32, with gradient."""
         values: Tensor = self.lm.score(self.hidden_states(inputs)).float().sum(-1)
-        return values if self.sequence is None else gather_tokens(values, owners(inputs, self.sequence), self.sequence)
+        if self.sequence is None:
+            return values
+        from learner.models.sequence import gather_tokens, owners
+
+        return gather_tokens(values, owners(inputs, self.sequence), self.sequence)
 
 
 def open_critic(config: Config, compute_dtype: torch.dtype) -> Critic:

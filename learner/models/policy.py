@@ -9,10 +9,10 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
@@ -21,22 +21,14 @@ from async_rl.base.config import Config, LearnerConfig, ModelConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import MARKERS, check_trainable
 from async_rl.base.run_dir.checkpoints import model_folder
-from async_rl.base.weights.checkpoint_names import to_checkpoint
-from async_rl.base.weights.disk import write_weights
+from async_rl.base.weights.checkpoint_names import to_checkpoint, write_weights
 from learner.loop.ranks import Ranks
-from learner.models.lora import (
-    AdapterParcels,
-    adapter_starts,
-    add_adapters,
-    dropouts,
-    merged_parameters,
-    without_adapters,
-)
-from learner.models.network import MASKED, Network, freeze, open_model, read_weights
-from learner.models.sequence import RECURRENT, WINDOWS, kernel_of, owners, split_attention
-from learner.models.split_vocabulary import split_vocabulary
+from learner.models.network import MASKED, Network, freeze, gathered, has_adapters, open_model, read_weights
 from learner.models.token_scores import score_tokens
-from learner.packing import ForwardInputs, Layout
+from learner.packing import RECURRENT, WINDOWS, ForwardInputs, Layout, kernel_of
+
+if TYPE_CHECKING:
+    from learner.models.lora import AdapterParcels
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 SHARD_BYTES = 4 * 2**30
@@ -49,7 +41,11 @@ class Policy(Network):
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__(lm, compute_dtype)
-        self._dropouts = dropouts(lm)
+        self._dropouts: list[nn.Module] = []
+        if has_adapters(lm):
+            from learner.models.lora import dropouts
+
+            self._dropouts = dropouts(lm)
         self.forbidden: tuple[int, ...] = ()
         """Tokens that the engine does not sample, and that the distributions leave out."""
 
@@ -73,6 +69,8 @@ class Policy(Network):
         if self.sequence is None:
             forbidden = torch.tensor(self.forbidden, device=states.device) if self.forbidden else None
             return score_tokens(states, head.weight, inputs.targets, inputs.temperature, forbidden)
+        from learner.models.sequence import owners
+
         scores: tuple[Tensor, Tensor] = head(
             states, inputs.targets, inputs.temperature, owners(inputs, self.sequence)
         )
@@ -92,6 +90,8 @@ def open_policy(config: ModelConfig, compute_dtype: torch.dtype) -> Policy:
     if config.frozen:
         freeze(lm, config.frozen)
     if config.lora.rank:
+        from learner.models.lora import adapter_starts, add_adapters
+
         add_adapters(lm, config.lora)
         for linear, start in adapter_starts(lm):
             lm.stored_weights.start(linear, start)
@@ -124,6 +124,9 @@ def shard(
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     is_frozen = not any(parameter.requires_grad for parameter in network.parameters())
     if ranks.sequence is not None:
+        from learner.models.sequence import split_attention
+        from learner.models.split_vocabulary import split_vocabulary
+
         network.sequence = ranks.sequence
         split_attention(lm)
         for unit in split_vocabulary(lm, ranks.sequence):
@@ -164,10 +167,23 @@ def _reads_positions(config: Any) -> bool:
 
 
 def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of all weights as model folders have them, see merged_parameters. Collective."""
+    """Yield (name, whole tensor) of all weights as model folders have them, adapters merged. Collective."""
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
-    return to_checkpoint(policy.lm, merged_parameters(policy.lm, dtype))
+    return to_checkpoint(policy.lm, whole_parameters(policy.lm, dtype))
+
+
+def whole_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """Yield (transformers' name, whole tensor) of each parameter in `dtype`, adapters merged. Collective.
+
+    Tied parameters come once, under their first name.
+    """
+    if has_adapters(lm):
+        from learner.models.lora import merged_parameters
+
+        yield from merged_parameters(lm, dtype)
+    else:
+        yield from ((name, gathered(parameter, dtype)) for name, parameter in lm.named_parameters())
 
 
 def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:
@@ -252,6 +268,10 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, inputs: ForwardInputs) -> Tensor:
         """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective."""
+        if not has_adapters(self.lm):
+            return self._policy(inputs)[0]
+        from learner.models.lora import without_adapters
+
         with without_adapters(self.lm):
             return self._policy(inputs)[0]
 

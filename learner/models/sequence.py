@@ -27,13 +27,17 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from async_rl.base.errors import AsyncRLError, ConfigError
-from learner.packing import PADDING, WHOLE, PackedTokens, attention_mask, block_mask
-
-_PREFIX = "sequence_parallel_"
-"""The beginning of the names of these attention functions in transformers' table; the name of a kernel follows."""
-RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
-"""Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
-WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size", "window_size")
+from learner.packing import (
+    PADDING,
+    RECURRENT,
+    SPLIT_PREFIX,
+    WHOLE,
+    WINDOWS,
+    PackedTokens,
+    attention_mask,
+    block_mask,
+    kernel_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +79,11 @@ def check_splittable(lm: Any, key: str, path: str) -> None:
         )
 
 
-def kernel_of(lm: Any) -> str:
-    """Return the attention that the model was loaded with, such as sdpa."""
-    name: str = lm.config._attn_implementation
-    return name.removeprefix(_PREFIX)
-
-
 def split_attention(lm: Any) -> None:
     """Replace the attention of the model, in place, by one that expects slices of rows."""
     kernel = kernel_of(lm)
-    AttentionInterface.register(_PREFIX + kernel, partial(_attention, kernel))
-    lm.config._attn_implementation = _PREFIX + kernel
+    AttentionInterface.register(SPLIT_PREFIX + kernel, partial(_attention, kernel))
+    lm.config._attn_implementation = SPLIT_PREFIX + kernel
 
 
 def split_states(lm: Any, inputs: PackedTokens, dtype: torch.dtype, ranks: DeviceMesh) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from async_rl.base.seams import TransportEntry
 from async_rl.base.weights import Transport
-from async_rl.base.weights.disk import write_weights
+from async_rl.base.weights.checkpoint_names import write_weights
 
 
 class NewFolderTransport(Transport):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.models_and_data.model_folder import weight_files
-from async_rl.base.weights.disk import write_weights
+from async_rl.base.weights.checkpoint_names import write_weights
 from tests.kit.models import save_tiny_model
 
 

@@ -9,12 +9,12 @@ Barriers between the ranks in a push:
     ------------------------------  ------------------------------------------------
     gather a first bucket           gather a first bucket; both have freed what the step left
     pause all servers
-    await_others(LEFT_BY_STEP)
+    await_others(STEP)
     the servers' weights come back
     RankSignals.begin(members)  ->  wait_for_begin
     send                            send
     reports                     <-  report(error)
-    await_others(LEFT_BY_GATHERING) <- free(LEFT_BY_GATHERING), once all weights are gathered
+    await_others(GATHERED) <- free(GATHERED), once all weights are gathered
     the KV caches come back
     end_push: RankSignals.end       after a failure it frees ranks that still wait for the begin
 """
@@ -39,8 +39,6 @@ from async_rl.base.weights.transport import BucketTransport
 
 CALLS = 5
 """One rank may wait for another as long as this many calls to servers may take."""
-LEFT_BY_STEP = "what its last step has left cached"
-LEFT_BY_GATHERING = "what gathering the weights has left cached"
 
 
 class CudaIpcTransport(BucketTransport):
@@ -209,25 +207,27 @@ class FreedMemory:
     """Frees the cache of one learner rank in each push, and on rank 0 waits until the others have done so.
 
     Every rank gathers all weights on its own GPU, but rank 0 alone talks to the servers: it must know when the GPUs of
-    the others have room. The memory saver may end a server that finds none. Where learner and servers take no turns on
-    the same GPUs, this does nothing.
+    the others have room. The memory saver may end a server that finds none. Needed only where learner and servers take
+    turns on the same GPUs.
     """
+
+    STEP, GATHERED = "what its last step has left cached", "what gathering the weights has left cached"
 
     def __init__(self, config: Config, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._others = range(1, config.placement.learner.ranks) if config.shares_gpus else range(0)
+        self._others = range(1, config.placement.learner.ranks)
         self._words = RankWords("freed-memory", rank) if self._others else None
-        self._has_cache = config.shares_gpus and device.type == "cuda"
+        self._has_cache = device.type == "cuda"
         self._push = 0
         """The number of this push. Messages of other pushes are not heard."""
 
     def begin_push(self) -> None:
         """Begin a push on any rank: free what the learner's last step has left."""
         self._push += 1
-        self.free(LEFT_BY_STEP)
+        self.free(self.STEP)
 
     def free(self, left: str) -> None:
-        """Free what is cached, LEFT_BY_STEP or LEFT_BY_GATHERING; another rank than 0 then reports it to rank 0."""
+        """Free what is cached, STEP or GATHERED; another rank than 0 then reports it to rank 0."""
         if self._has_cache:
             torch.cuda.empty_cache()
         if self._words and self._rank > 0:

@@ -30,16 +30,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.base.telemetry.timeline import Span
-from async_rl.base.weights.cuda_ipc import LEFT_BY_GATHERING, LEFT_BY_STEP, FreedMemory
 from async_rl.base.weights.members import LOST_WITHIN_S, Member, start_together, wait_for_silent
-from async_rl.base.weights.parcels import ChangedWeights
 from async_rl.base.weights.server_admin import ServerAdmin
 from async_rl.base.weights.transport import Transport, serving_dtype
+
+if TYPE_CHECKING:
+    from async_rl.base.weights.cuda_ipc import FreedMemory
+    from async_rl.base.weights.parcels import ChangedWeights
 
 SILENCES = 3
 """At most so many pushes in a row are repeated because servers did not answer and then answer again."""
@@ -107,8 +110,16 @@ class WeightPublisher:
         """What happens if a call takes longer than `members.limit`, or servers are silent before more than SILENCES
         pushes in a row. True: those servers are lost, or all if nobody knows which. False: it is an error."""
         self.lost_within_s = LOST_WITHIN_S
-        self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
-        self._memory = FreedMemory(config, rank, device)
+        self._changes: ChangedWeights | None = None
+        if config.weight_sync.delta:
+            from async_rl.base.weights.parcels import ChangedWeights
+
+            self._changes = ChangedWeights(serving_dtype(config, device.type))
+        self._memory: FreedMemory | None = None
+        if config.shares_gpus:
+            from async_rl.base.weights.cuda_ipc import FreedMemory
+
+            self._memory = FreedMemory(config, rank, device)
         self._silences = 0
         self._has_repeated = False
         """Whether the push was repeated already because it broke while every server answered."""
@@ -149,7 +160,8 @@ class WeightPublisher:
                 `loses_slow_servers`.
         """
         tensors = iter(named_tensors)
-        self._memory.begin_push()
+        if self._memory:
+            self._memory.begin_push()
         try:
             if self.rank == 0:
                 return self._push(tensors, version, erases)
@@ -159,8 +171,8 @@ class WeightPublisher:
             if self.rank == 0:
                 self.transport.end_push(version if self.state is PushState.SERVING else None)
             deque(tensors, maxlen=0)  # every rank gathers to the end; a loop would hold on to the last tensor
-            if self.rank > 0:
-                self._memory.free(LEFT_BY_GATHERING)
+            if self.rank > 0 and self._memory:
+                self._memory.free(self._memory.GATHERED)
 
     def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
         """Do the work of `push` on rank 0, except for gathering what is left after an error."""
@@ -207,17 +219,17 @@ class WeightPublisher:
         """Pause each server, and allocate its weights again if they were released."""
         on_update = self.config.weight_sync.on_update
         self.members.call(lambda admin: admin.pause(on_update), "pause before a weight push")
-        if self.config.shares_gpus:
-            self._memory.await_others(LEFT_BY_STEP, self.members.limit)
+        if self._memory:
+            self._memory.await_others(self._memory.STEP, self.members.limit)
             self.members.call_to_the_end(lambda admin: admin.resume_memory("weights"))
         if erases:
             self.members.call(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
 
     def _resume(self) -> None:
         """Allocate each server's KV cache again if it was released, then resume all servers."""
-        if self.config.shares_gpus:
-            self._memory.free(LEFT_BY_GATHERING)
-            self._memory.await_others(LEFT_BY_GATHERING, self.members.limit)
+        if self._memory:
+            self._memory.free(self._memory.GATHERED)
+            self._memory.await_others(self._memory.GATHERED, self.members.limit)
             self.members.call_to_the_end(lambda admin: admin.resume_memory("kv_cache"))
         self.members.call(lambda admin: admin.resume(), "resume after a weight push")
 

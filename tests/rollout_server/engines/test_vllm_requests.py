@@ -22,7 +22,7 @@ from async_rl.base.config import (
     WeightSyncConfig,
 )
 from async_rl.base.errors import ConfigError
-from async_rl.base.weights.disk import write_weights
+from async_rl.base.weights.checkpoint_names import write_weights
 from async_rl.base.weights.server_admin import Bucket
 from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.vllm.admin import share_bucket

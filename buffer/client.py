@@ -78,7 +78,7 @@ class LearnerClient:
         """Wait until `version`, the newest, may be pushed, or `interrupted`, asked every few seconds, returns True.
 
         In exact mode that is when all groups of the served version have arrived. With `weight_sync.on_update: drain` it
-        is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
+        is when no group runs, and no slot is granted until `served`. Otherwise it is made immediately.
 
         Raises:
             WaitTimeoutError: it may not be pushed within timeouts.batch_s; the message says what is missing.
@@ -143,7 +143,7 @@ class LearnerClient:
 
 
 class WorkerClient:
-    """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it at once.
+    """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it together.
 
     Slots are granted to the name `worker`, which is unique in the run. `keys` is the folder network.keys, "" for none.
     Every method raises WaitTimeoutError if the buffer does not answer in time, and WireError if it refuses the request.

@@ -228,7 +228,7 @@ SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};\n{_DEFINITIONS}"
 
 FILE_NAME = "trajectories.sqlite"
 PAYLOADS_NAME = "{file_name}-payloads"
-"""The folder of payload files, beside the journal."""
+"""The folder of payload files, next to the journal."""
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")

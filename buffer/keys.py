@@ -119,7 +119,7 @@ def client_keys_to_send(config: Config, made: Decided) -> dict[str, bytes]:
 def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
     """Write `files`, {name: content}, into `folder` unless they are there, as on a disk that the hosts share.
 
-    Only their owner can read them. Several processes of a host may do this at once.
+    Only their owner can read them. Several processes of a host may do this at the same time.
     """
     for name, content in files.items():
         file = Path(folder) / name

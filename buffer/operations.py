@@ -1,4 +1,4 @@
-"""Checks each request, applies it to the store, and answers it at once or parks it until it can be answered.
+"""Checks each request, applies it to the store, and answers it immediately or parks it until it can be answered.
 
 A refused request changes nothing; its sender gets the reason. This module has no socket and no journal. The operations
 are listed in buffer/wire.py.

@@ -242,7 +242,7 @@ class Store:
     # --- private
 
     def _drop_late(self, rows: Iterable[StoredGroup], now_s: float) -> None:
-        """Drop groups as late; `aborts` tells the workers of it."""
+        """Drop groups as late; `aborts` reports it to the workers."""
         for row in rows:
             if row.state == "running":
                 self.state.aborts.setdefault(row.worker, []).append(row.group_id)

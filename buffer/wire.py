@@ -8,8 +8,8 @@ one client with the same answer may be answered together, as requests `put` ofte
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s. For each
                 group that it ends meanwhile it may get one more.
-    prompts     A worker tells, before it asks for slots, how many prompts each source of the task has, and how many of
-                them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
+    prompts     Before it asks for slots, a worker reports how many prompts each source of the task has, and how many of
+                them an epoch has: {sources: [[size, per epoch], ...]}. The answer is immediate.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
                 comes at once. For a group it is {stored: whether it was new, flat_groups: [how many groups in a row,
                 of all workers, had one and the same reward for every answer, how many had one reward each]}.
@@ -22,7 +22,7 @@ one client with the same answer may be answered together, as requests `put` ofte
                 {state: the cause of the wait} after wait_s. It has to wait only in exact mode or with on_update:
                 drain. In exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
-                answer comes at once. With `served` it may move the number of slots, and says why: the move is in the
+                answer is immediate. With `served` it may move the number of slots, and says why: the move is in the
                 journal before the answer is sent. -1 slots: their number stays.
 """
 

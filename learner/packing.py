@@ -235,7 +235,7 @@ def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
 def block_mask(segments: Tensor, queries: slice = WHOLE) -> BlockMask:
     """Return the mask that torch's create_block_mask gives for the rule of `may_attend`, with less memory.
 
-    create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a pack of
+    create_block_mask makes all S * S pairs, as 64-bit integers and several times over: 2 GB each for a pack of
     16k tokens. `segments` and `queries` are as in `attention_mask`; the mask counts queries from 0.
     """
     own, root = segments

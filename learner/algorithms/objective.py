@@ -2,7 +2,7 @@
 
     Objective.prepare         once a batch, after the passes at step start: numbers that depend on all its tokens
     Objective.losses          for each micro-batch: logprobs, entropy and values -> losses summed over trained tokens
-    Objective.add_statistics  for each micro-batch, beside its loss: what the metrics of the step are made of
+    Objective.add_statistics  for each micro-batch, next to its loss: what the metrics of the step are made of
     Objective.finish          once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
 
 The caller divides a loss by the normaliser, which counts the tokens or rows of the minibatch on all ranks.
@@ -108,7 +108,7 @@ class Objective:
         self.needs_reference = algorithm.kl.kind != "none"
 
     def restore(self, kl_coef: float) -> None:
-        """Go on with the coefficient of a checkpoint, if it is adapted; a fixed one is the configuration's."""
+        """Continue with the coefficient of a checkpoint, if it is adapted; a fixed one is the configuration's."""
         if self._kl_target > 0:
             self.kl_coef = kl_coef
 

@@ -46,7 +46,7 @@ def ask_buffer(
     """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
 
     Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true. In a
-    pause the buffer is not asked: it may have a batch at once.
+    pause the buffer is not asked: it may have a batch immediately.
 
     Raises:
         WaitTimeoutError: there was no batch within timeouts.batch_s, and no other reason to end the wait.

@@ -1,4 +1,4 @@
-"""Writes the learner's checkpoints beside training, and loads them, with torch.distributed.checkpoint (DCP).
+"""Writes the learner's checkpoints during training, and loads them, with torch.distributed.checkpoint (DCP).
 
     save   every rank copies its tensors to host memory, and training waits only for that; a thread then lets DCP write
            one .distcp file per rank and, once all ranks have written, .metadata, which says what is where
@@ -59,7 +59,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self.write_s = 0.0
-        """Seconds from the start of the last complete checkpoint to its end, most of them beside training."""
+        """Seconds from the start of the last complete checkpoint to its end, most of them during training."""
 
     def save(self, target: Path, state: TrainingState, step_metrics: str = "") -> None:
         """Wait for the checkpoint before, start one in folder `target`, and return once the tensors are copied.

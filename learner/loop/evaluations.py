@@ -1,4 +1,4 @@
-"""Decides on each learner rank which versions are evaluated beside training, and pushes them to evaluation servers."""
+"""Decides on each learner rank which versions are evaluated during training, and pushes them to evaluation servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REASONS = ("", "the evaluation before it is still running", "no evaluation serv
 
 
 class Evaluations:
-    """The evaluations beside training, one at a time: a version that is due while one is going on is skipped, or where
+    """The evaluations during training, one at a time: a version that is due while one is going on is skipped, or where
     its own evaluation may decide on a checkpoint, its push waits for the end of that one.
 
     A version that is due is pushed to the evaluation servers, if there are any. Only they get that push, and only while
@@ -35,7 +35,7 @@ class Evaluations:
 
     def __init__(self, config: Config, rank: int, timeline: Timeline, weights: Pusher | None):
         self.schedule = EvalSchedule(config)
-        """Is told from other threads that an evaluation has ended."""
+        """Other threads report here that an evaluation has ended."""
         self.weights = weights
         self._rank = rank
         self._timeline = timeline
@@ -155,7 +155,7 @@ class EvalSchedule:
         return self._idle.is_set()
 
     def begin(self) -> None:
-        """Note, before the driver is told, that an evaluation runs until `ended` is called."""
+        """Before the driver hears of it, note that an evaluation runs until `ended` is called."""
         self._idle.clear()
 
     def ended(self) -> None:

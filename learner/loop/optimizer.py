@@ -72,7 +72,7 @@ def some_lr(config: LearnerConfig) -> float:
 
 
 def check_optimizer(config: LearnerConfig) -> None:
-    """Raise the ConfigError of `open_optimizer` for a matrix and a bias, which every model has, in place of a model."""
+    """Raise the ConfigError of `open_optimizer` for a matrix and a bias, which every model has, instead of a model."""
     open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], some_lr(config))
 
 
@@ -277,7 +277,7 @@ class Optimizer:
         return norm.to(self._device)  # of empty or of offloaded shards it is in CPU memory
 
     def begin(self) -> None:
-        """Begin an update, of one or more steps: `moved` tells how far it has gone."""
+        """Begin an update, of one or more steps: `moved` is the distance it has gone."""
         self._begun = self._sampled()
 
     def moved(self) -> Tensor:

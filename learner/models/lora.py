@@ -85,7 +85,7 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
 
 
 def merged_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers' name, whole tensor) of each parameter, with W + alpha / rank * B A in place of an adapted W.
+    """Yield (transformers' name, whole tensor) of each parameter, with W + alpha / rank * B A instead of an adapted W.
 
     Collective: all ranks gather one layer at a time. Tied parameters come once, under their first name. An adapted W is
     summed in the type that it is kept in; all others are converted to `dtype` before they are gathered.

@@ -135,7 +135,7 @@ class RewardModel:
         self._max_positions = usable_positions(lm)
 
     def score(self, batch: Batch) -> Batch:
-        """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.
+        """Return the batch with the model's rewards instead of the worker's, the same on all ranks. Collective.
 
         With reward_model.task_weight w they are the model's plus w times the worker's, and the model's alone has the
         name reward_model in each row. Each row is a whole episode: one with tools has one row, and the model's reward

@@ -198,7 +198,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of this rank's slice: query [B, H, s, D], key and value [B, K, s, D] -> [B, s, H, D].
 
-    transformers calls it in place of the kernel.
+    transformers calls it instead of the kernel.
     """
     if split_attention is None:
         raise AsyncRLError(

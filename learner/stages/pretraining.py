@@ -78,7 +78,7 @@ class PretrainingTerm:
         """Return the rows of text for the policy's optimizer step `step`, from 0.
 
         All steps so take every row once before they take one again, each time in another order. Checkpoints keep the
-        number of steps, so a resumed run goes on where it was.
+        number of steps, so a resumed run continues where it was.
         """
         count = self._rows_per_step
         places = [divmod(place, len(self._rows)) for place in range(step * count, (step + 1) * count)]

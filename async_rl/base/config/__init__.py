@@ -129,7 +129,7 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """The number of groups that may hold a slot at once: (staleness.depth + 1) * fresh_per_step, rounded up."""
+        """The number of groups that may have a slot at a time: (staleness.depth + 1) * fresh_per_step, rounded up."""
         return self.slot_limits.at(self.staleness.batches_ahead)
 
     @property
@@ -142,7 +142,7 @@ class Config:
 
     @property
     def max_running_replies(self) -> int:
-        """The largest number of replies that one server can be asked for at once, evaluations included."""
+        """The largest number of replies that one server can be asked for at a time, evaluations included."""
         groups = min(self.rollout.max_groups_in_flight, self.slots)
         return groups * self.rollout.group_size + self.eval.num_prompts * self.eval.samples_per_prompt
 

@@ -50,7 +50,7 @@ class SlotLimits:
         return max(0.0, (4 * (self.fewest - 1) // self.fresh_per_step - 3) / 4)
 
     def at(self, depth: float) -> int:
-        """Return the number of groups that may hold a slot at once at a depth: (depth + 1) F, rounded up."""
+        """Return the number of groups that may have a slot at a time at a depth: (depth + 1) F, rounded up."""
         return math.ceil((depth + 1) * self.fresh_per_step)
 
     def is_enough(self, depth: float) -> bool:

@@ -19,7 +19,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @section("model.lora")
 class LoraConfig:
-    """Low-rank adapters that are trained in place of the whole policy; servers and the saved model get them merged."""
+    """Low-rank adapters that are trained instead of the whole policy; servers and the saved model get them merged."""
 
     rank: NonNegativeInt = 0
     """The rank of the adapters. 0: off, every weight is trained."""
@@ -86,13 +86,13 @@ class ReferenceConfig:
 
 @section("reward_model")
 class RewardModelConfig:
-    """A model that scores answers in place of the task's rewards, or beside them."""
+    """A model that scores answers instead of the task's rewards, or together with them."""
 
     path: PathText = ""
     """The folder, or the name on the hub, of a sequence-classification model with one output, the reward. Empty: the
     task's rewards alone. `async-rl reward-model` makes it."""
     task_weight: float = 0.0
-    """The weight of the task's rewards beside the model's: an answer's reward is the model's, and so many times theirs.
+    """The weight of the task's rewards next to the model's: an answer's reward is the model's plus this times theirs.
     0: they are not trained on, and are the gold rewards of held-out answers."""
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class LearnerConfig:
     ema_decay: Share = 0.0
     """The decay of a moving average of the policy's weights, e.g. 0.99 for a mean over about 100 optimizer steps. The
     average is what held-out prompts are answered with, what run_dir/model, run_dir/models and `async-rl export` hold;
-    training goes on with the weights themselves, and checkpoints hold both. 0: there is none."""
+    training continues with the weights themselves, and checkpoints hold both. 0: there is none."""
     max_tokens_per_microbatch: PositiveInt = 16_384
     """The most tokens of a rank in one forward and backward pass, padding included."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"

@@ -53,7 +53,7 @@ def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
 
 
 def _either(first: Problem, second: Problem) -> Problem | None:
-    """Return one problem in place of two if both are about a value with several allowed forms; None: they are two
+    """Return one problem instead of two if both are about a value with several allowed forms; None: they are two
     things."""
     begin, got = f"{first.key} must be ", ", got "
     if not all(each.key == first.key and each.text.startswith(begin) for each in (first, second)):

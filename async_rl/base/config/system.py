@@ -56,9 +56,9 @@ class WeightSyncConfig(OnePart):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
     double_buffer: Literal["none", "device", "host"] = "none"
-    """The memory of servers for weights that are not complete yet, while the old ones go on sampling. The pause is
-    then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
-    transports nccl and gloo. none: servers stand still while weights travel."""
+    """The memory of servers for weights that are not complete yet, while they still sample with the old ones. The
+    pause is then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more;
+    for the transports nccl and gloo. none: servers stand still while weights travel."""
     lora: Literal["merged", "adapter"] = "merged"
     """The form of adapters (model.lora) on their way. merged: within whole weights. adapter: alone, and servers add
     them to the weights of their model folder, which gives the same up to rounding; with the transports nccl, gloo and

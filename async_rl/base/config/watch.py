@@ -88,10 +88,10 @@ class WatchConfig:
     action: Literal["warn", "pause", "stop", "rollback"] = "warn"
     """warn: an alarm has a line on the console. The others also act on the rules that concern what is learned: reward,
     gold, correlation, reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`. stop:
-    the run ends with the model of the checkpoint before the trouble. rollback: the run goes on from that checkpoint,
+    the run ends with the model of the checkpoint before the trouble. rollback: the run continues from that checkpoint,
     with half the learning rate and twice the KL coefficient."""
     rules: Section[dict[str, float | Literal["off"]]] = field(default_factory=dict)
-    """Limits of rules in place of their defaults, by name, such as {ess: 0.2, cut: off}."""
+    """Limits of rules instead of their defaults, by name, such as {ess: 0.2, cut: off}."""
     max_rollbacks: PositiveInt = 2
     """The number of times that a run rolls back. After that, the next trouble ends it as stop does."""
     rollbacks: NonNegativeInt = 0

@@ -16,7 +16,7 @@ _FLOAT32 = "In float32 a step changes nearly all values: there is nothing to sav
 def check_compact(
     sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelConfig, working: Collection[str]
 ) -> None:
-    """Check that adapters or changed values, if they are pushed in place of whole weights, fit the other settings.
+    """Check that adapters or changed values, if they are pushed instead of whole weights, fit the other settings.
 
     Args:
         working: names of the transports that may work where the run will be.
@@ -59,7 +59,7 @@ def check_compact(
 
 
 def check_compact_transport(sync: WeightSyncConfig, working: Collection[str]) -> None:
-    """Check that the transport, unless it is auto, carries what travels in place of whole weights.
+    """Check that the transport, unless it is auto, carries what travels instead of whole weights.
 
     Args:
         working: names of the transports that work where the run is.

@@ -146,7 +146,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside `folder` to write a model into; at the end of the block it takes the place of `folder`.
+    """Yield a new folder next to `folder` to write a model into; the end of the block renames it to `folder`.
 
     So `folder` holds a whole model at any time, or none. If the block raises, the files that it has written are
     removed.

@@ -121,7 +121,7 @@ def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
     aside is found by both names: that resume may have been killed before its first step, and the next one undoes it.
 
     Args:
-        resumes: whether a run is to go on from it; else it may also be one that a resume has set aside for good.
+        resumes: whether a run is to continue from it; else it may also be one that a resume has set aside for good.
 
     Raises:
         ConfigError: there is no complete checkpoint, a file of it is missing or cut short, or it is outside of a run.
@@ -161,7 +161,7 @@ def _suffix(run_dir: Path) -> str:
 def check_newest(run_dir: Path) -> None:
     """Raise ConfigError if a resume has set aside later checkpoints and has not come to its first step.
 
-    It goes on right now, and its first step discards them, or it was killed, and the next one takes them back.
+    It runs right now, and its first step discards them, or it was killed, and the next one takes them back.
     """
     suffix = _suffix(run_dir)
     later = [folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")] if suffix else []
@@ -341,7 +341,7 @@ class RecentSteps:
         """(step, time.monotonic() when it was added, line of JSON)"""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the metrics of a step, in place of those that were added for it before."""
+        """Keep the metrics of a step instead of metrics that were added for it before."""
         if self._steps and self._steps[-1][0] == step:
             self._steps.pop()
         now_s = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text beside `file`, and put it in its place when it is whole.
+    """Write a text to a new file next to `file`, then rename it to `file`.
 
     Raises:
         OSError: as `Path.write_text`; `file` is then as it was.

@@ -1,4 +1,4 @@
-"""Keeps the log importance ratios of the trained tokens beside the journal: one file for each step and learner rank.
+"""Keeps the log importance ratios of the trained tokens next to the journal: one file for each step and learner rank.
 
     trajectories.sqlite-log-ratios/step_12.rank_0.npz      read it with numpy.load
         group_ids, rows, lengths  [A]                   the rank's rows: group, number in the group, tokens T

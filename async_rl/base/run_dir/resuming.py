@@ -40,7 +40,7 @@ class _Marker(NamedTuple):
     lineage: int
     """The number of the lineage that ends with the resume."""
     version: int
-    """The version of the checkpoint from which the run goes on."""
+    """The version of the checkpoint from which the run continues."""
     has_moved_models: bool
 
     @property
@@ -152,7 +152,7 @@ def undo_resume(run_dir: Path) -> None:
 
 
 def config_file(run_dir: Path) -> Path:
-    """Return the file with the config with which a run goes on: config.yaml, as `undo_resume` will leave it."""
+    """Return the file with the config of a resumed run: config.yaml, as `undo_resume` will leave it."""
     own = run_dir / "config.yaml"
     marker = _read_marker(run_dir)
     if marker is None:
@@ -201,7 +201,7 @@ def _newest_lineage(run_dir: Path) -> int:
 
 
 def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:
-    """Return whether a resume has made a checkpoint: the run goes on from there, also if no step was logged.
+    """Return whether a resume has made a checkpoint: the run continues from there, also if no step was logged.
 
     Later checkpoints that it has not set aside yet are of the lineage that ends, or of one before.
     """

@@ -153,7 +153,7 @@ def _uncreatable(folder: Path, error: OSError) -> ConfigError:
 
 
 def find_run(config: Config) -> Path | None:
-    """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
+    """Return the run directory that `--resume auto` continues, or None if a new run is to start.
 
     It is the directory of run.name. If the name was taken, there are others with a number, and it is the last of them
     with a checkpoint or an end. A run with a run.name that ends in such a number is another run, and so is one behind a

@@ -20,10 +20,10 @@ from async_rl.base.messages.codec import check_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.network import shuffled
 from async_rl.base.run_dir.checkpoints import TrainingState, past_file, resumed_training_state
-from buffer.difficulty import PromptDraw
 from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
 from buffer.keys import CurveAuthenticator
 from buffer.operations import Operations
+from buffer.prompt_order import PromptDraw
 from buffer.staleness import Rules
 from buffer.store import Store, restore_checkpoint
 from buffer.store_state import StoreState

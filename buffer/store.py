@@ -19,8 +19,8 @@ from async_rl.base.config import EvalConfig
 from async_rl.base.errors import WireError
 from async_rl.base.run_dir.checkpoints import TrainingState
 from async_rl.base.types import Slot
-from buffer.difficulty import PromptDraw
 from buffer.modes import Mode, open_mode
+from buffer.prompt_order import PromptDraw
 from buffer.staleness import Rules
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, FlatGroups, Frame, StoredGroup

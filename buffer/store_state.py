@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.base.errors import StalenessError
-from buffer.difficulty import PromptRecords
+from buffer.prompt_order import PromptRecords
 from buffer.stored_group import DROP_REASONS, DropReason, State, StoredGroup
 
 MEASURED_OUTCOMES = ("trained", "late", "zero_variance", "future_version")
@@ -85,7 +85,7 @@ class StoreState:
 
     `restore` makes the same state from the results of `rows` and `scalars`. `record` is called with every row that is
     new or changed, also with rows in a final state (trained, dropped), which are not kept here, and `record_streak`
-    with the position of a question and its streak (buffer/difficulty.py).
+    with the position of a question and its streak (buffer/prompt_order.py).
     """
 
     def __init__(

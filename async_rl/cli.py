@@ -20,9 +20,8 @@ from typing import Any
 import async_rl
 from async_rl.base.cores import limit_spinning
 from async_rl.base.errors import AsyncRLError, ConfigError
-from async_rl.base.run_dir.log_tail import split_tails
-from async_rl.base.seams.extras import check_extra
-from async_rl.base.seams.user_modules import check_module_names
+from async_rl.base.run_dir.files import split_tails
+from async_rl.base.seams.lookup import check_extra, check_module_names
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 BOUNDS = "0,1,2,3,5,8,10"

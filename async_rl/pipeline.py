@@ -59,7 +59,7 @@ from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.placement import Reservation, decide_placement, reserve, runs_here, servers_per_gpu
 from async_rl.run.processes.ray_start import open_ray, ray_messages_in
 from async_rl.run.processes.signals import RunControl, StopSignals
-from buffer.protocol.keys import client_keys_to_send, own_keys
+from buffer.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
     from async_rl.run.processes.actor_group import ActorGroup

@@ -1,26 +1,22 @@
-"""Network interfaces, ports, torch.distributed stores, and the API key of rollout servers."""
+"""Network interfaces, torch.distributed stores, and the API key of rollout servers."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
 import os
-import random
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from async_rl.base.config import Config, NetworkConfig
-from async_rl.base.config.check import check
+from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-
 
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
 """Variables with the name of an interface, and what comes before it: without `=` NCCL also takes eth10 for eth1."""
@@ -103,55 +99,3 @@ def authorization(network: NetworkConfig) -> dict[str, str]:
     """Return the HTTP headers that requests to the run's rollout servers need; {} without an API key."""
     key = api_key(network)
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-PORTS_PER_PROCESS = 4
-"""Ports for a server, which takes one or two, while another run may have taken some."""
-OWN_PARTS = 2
-"""Buffer and learner rank 0 together have the ports of so many servers: one for the buffer, one for the store of all
-ranks, and three each for the stores of the weight groups of rollout and evaluation servers. A group that fails while
-its servers join leaves its port taken for up to timeouts.push_s, and the next attempt needs another."""
-
-
-def ports_of(config: Config, process: str) -> str:
-    """Return a process's part of network.ports.
-
-    Args:
-        process: a name of Config.server_names or Config.judge_names; buffer and learner ranks share OWN_PARTS.
-    """
-    servers = (*config.server_names, *config.judge_names)
-    of = OWN_PARTS + len(servers)
-    if process in servers:
-        return config.network.ports_in(OWN_PARTS + servers.index(process), 1, of)
-    return config.network.ports_in(0, OWN_PARTS, of)
-
-
-def check_ports(config: Config) -> None:
-    """Check that network.ports gives each part of `ports_of` enough ports. Raises ConfigError if not."""
-    servers = config.placement.num_servers
-    least = PORTS_PER_PROCESS * (OWN_PARTS + servers)
-    check(
-        not config.network.ports or len(config.network.port_range) >= least, "network.ports", config.network.ports,
-        f"at least {least} ports for {servers} server(s), buffer and learner",
-    )
-
-
-def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
-    """Return a socket that listens at `host`, on a free one of `ports`; if those are empty on any free one.
-
-    Raises:
-        ConfigError: all of them are taken, or this host has no such address.
-    """
-    if not ports:
-        return socket.create_server((host, 0))
-    for port in shuffled(ports):
-        try:
-            return socket.create_server((host, port))
-        except OSError as error:
-            failure = error
-    raise ConfigError(f"network.ports: none of {ports[0]}-{ports[-1]} is free on {host} ({failure}). Give more ports")
-
-
-def shuffled(ports: Sequence[int]) -> list[int]:
-    """Return the ports in an order that is another each time, so that runs that share them seldom try the same."""
-    return random.SystemRandom().sample(ports, len(ports))

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from async_rl.base.errors import AsyncRLError, shown
-from async_rl.base.field_kinds import MAX_METRICS, MAX_NAME_CHARS
+from async_rl.base.types import MAX_METRICS, MAX_NAME_CHARS
 from rollout_server.episodes.conversation.messages import Message, plain_messages, tools_text
 from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
 from rollout_server.episodes.conversation.session import EpisodeOver, Session

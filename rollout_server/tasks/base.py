@@ -17,7 +17,7 @@ import numpy as np
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.template_date import TEMPLATE_DATE
+from async_rl.base.models_and_data.model_folder import TEMPLATE_DATE
 from async_rl.base.seams import import_object
 from async_rl.base.seams.lookup import check_extra
 from async_rl.base.types import IntArray, Prompt

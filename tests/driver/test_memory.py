@@ -247,9 +247,9 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(model_folder, learner={"max_tokens_per_microbatch": 1024})
-    monkeypatch.setattr(rank_memory, "measure_pass", lambda *_, **__: pytest.fail("not needed"))
+    monkeypatch.setattr("learner.memory.passes.measure_pass", lambda *_, **__: pytest.fail("not needed"))
     assert host_gpus.check_memory(config) == []
-    estimate = rank_memory.RankMemoryEstimate(config, "cpu")
+    estimate = RankMemoryEstimate(config, "cpu")
     assert estimate.is_surely_small(4 * GIB) and not estimate.is_surely_small(2**20)
 
 

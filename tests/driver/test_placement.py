@@ -35,7 +35,7 @@ from async_rl.run.processes.placement import (
     reserve,
 )
 from async_rl.run.processes.signals import StopSignals
-from buffer.protocol.keys import new_keys
+from buffer.keys import new_keys
 from tests.kit.configs import changed
 from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model

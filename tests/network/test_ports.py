@@ -11,7 +11,8 @@ import pytest
 
 from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import ConfigError
-from async_rl.base.network import check_ports, open_listener, open_store, ports_of
+from async_rl.base.network import open_store
+from async_rl.base.ports import check_ports, open_listener, ports_of
 from buffer.server import BufferSocket
 from rollout_server.engines.server_process import free_port
 from tests.kit.configs import make_config

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from async_rl.base.run_dir.log_tail import log_tail, split_tails
+from async_rl.base.run_dir.files import log_tail, split_tails
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin
 from async_rl.run.processes.placement import Reservation

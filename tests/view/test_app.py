@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal.journal import FILE_NAME
+from buffer.journal import FILE_NAME
 from tests.kit.sweeps import make_sweep
 from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import CHAT_PROMPT, HOSTILE, JournalWriter, make_chat, make_run, metrics_of, text_group

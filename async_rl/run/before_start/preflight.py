@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.config.loading import unused_settings
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError, RewardError
 from async_rl.base.models_and_data.hub import check_login
@@ -33,7 +32,7 @@ from async_rl.base.models_and_data.model_folder import (
     weight_shapes,
 )
 from async_rl.base.models_and_data.row_files import files_of
-from async_rl.base.network import check_ports
+from async_rl.base.ports import check_ports
 from async_rl.base.run_dir.checkpoints import check_measured
 from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.lookup import import_object
@@ -47,7 +46,7 @@ from async_rl.run.processes.placement import (
     host_demands,
     runs_here,
 )
-from buffer.protocol.keys import check_keys
+from buffer.keys import check_keys
 
 if TYPE_CHECKING:
     from async_rl.base.seams import EngineEntry

@@ -23,8 +23,7 @@ from async_rl.base.run_dir.checkpoints import (
     resumed_training_state,
 )
 from async_rl.base.run_dir.resuming import kept_resumes, write_config
-from async_rl.base.run_dir.unlogged_steps import missing_steps, numbers_text, restored_records
-from async_rl.base.run_dir.watch_events import accepted_rules
+from async_rl.base.run_dir.run_dir import accepted_rules
 from async_rl.base.telemetry.figures import SHARES, Figures, trained_tokens
 from async_rl.base.telemetry.held_out import named_results
 from async_rl.base.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics

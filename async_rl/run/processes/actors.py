@@ -30,11 +30,11 @@ from async_rl.base.messages.reports import EvaluationDone, LearnerReport, Worker
 from async_rl.base.models_and_data.hub import find_files, located
 from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS
 from async_rl.base.network import agree_on_nccl, use_interface
-from async_rl.base.network.ports import open_listener, ports_of
-from async_rl.base.seams.user_modules import find_sent_modules_first
+from async_rl.base.ports import open_listener, ports_of
+from async_rl.base.seams.lookup import find_sent_modules_first
 from async_rl.base.telemetry.status import Status
 from async_rl.run.before_start.gpus import checked_gpu_bytes, plan_memory
-from buffer.protocol.keys import drop_client_keys, take_client_keys
+from buffer.keys import drop_client_keys, take_client_keys
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine

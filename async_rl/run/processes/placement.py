@@ -25,7 +25,7 @@ import psutil
 from async_rl.base.config import Config
 from async_rl.base.config.check import check, either
 from async_rl.base.config.resolve import Decided, resolve
-from async_rl.base.config.staging import check_staging_transport
+from async_rl.base.config.weight_sync import check_compact_transport, check_compact_type, check_staging_transport
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.base.network import interface_of
 from async_rl.base.seams import working_transports

@@ -13,8 +13,7 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, WaitTimeoutError
-from async_rl.base.seams.doc_pages import doc_page
-from async_rl.base.seams.user_modules import modules_to_send
+from async_rl.base.seams.lookup import doc_page, modules_to_send
 
 TOKEN_PAGE = doc_page("two-nodes.md")
 JOIN_COMMANDS = (

@@ -25,7 +25,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub import NotInCacheError, data_files, located, model_folder, pinned
 from async_rl.base.models_and_data.hub_names import hub_repos
 from async_rl.base.seams import ENGINES, EngineEntry
-from async_rl.base.seams.doc_pages import doc_page
+from async_rl.base.seams.lookup import doc_page
 from async_rl.run.before_start.gpus import check_gpu_driver
 from async_rl.run.before_start.preflight import input_checks
 from rollout_server.rewards.code.sandbox import THREE_WAYS, Bubblewrap

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.base.config.check import check
-from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.figures import is_warm_up
 from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.base.config.yaml_text import read_yaml
+from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
 from async_rl.base.telemetry.figures import Figures, over_steps, seconds_at

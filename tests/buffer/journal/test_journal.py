@@ -17,9 +17,8 @@ from async_rl.base.errors import AsyncRLError
 from async_rl.base.types import Batch, Group, Slot
 from async_rl.cli import main
 from buffer.client import LearnerClient, WorkerClient
-from buffer.journal.journal import FILE_NAME, Journal
-from buffer.journal.tables import SCHEMA_VERSION
-from buffer.protocol.wire import pack_request
+from buffer.journal import FILE_NAME, SCHEMA_VERSION, Journal
+from buffer.wire import pack_request
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
 from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker

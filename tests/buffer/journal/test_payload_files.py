@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal.payload_files import PayloadFiles, read_payload, share_files
+from buffer.journal import PayloadFiles, read_payload, share_files
 
 
 def payloads(first: int, number: int) -> list[memoryview]:

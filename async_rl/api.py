@@ -157,7 +157,7 @@ class TrainingRun:
         return None
 
     def _train(self) -> None:
-        from async_rl.base.telemetry.summary_table import format_summary
+        from async_rl.base.telemetry.metrics_logger import format_summary
         from async_rl.pipeline import run
 
         try:

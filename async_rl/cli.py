@@ -280,7 +280,7 @@ def _train(args: argparse.Namespace) -> int:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.api import config_to_start, nothing_left
-        from async_rl.base.telemetry.summary_table import format_summary
+        from async_rl.base.telemetry.metrics_logger import format_summary
         from async_rl.pipeline import run
 
         signals.check()

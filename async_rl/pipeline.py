@@ -52,7 +52,7 @@ from async_rl.base.run_dir.checkpoints import list_checkpoints
 from async_rl.base.run_dir.files import write_whole
 from async_rl.base.run_dir.free_space import full_disk_named
 from async_rl.base.run_dir.run_dir import INTERRUPTED, asked_name, open_run_dir, rollbacks_of
-from async_rl.base.telemetry.plot_learning_curve import plot_learning_curve
+from async_rl.base.telemetry.plots import plot_learning_curve
 from async_rl.base.telemetry.status import INTERRUPTED_END, NORMAL_END
 from async_rl.run.before_start.preflight import check_inputs, check_names
 from async_rl.run.log.run_log import RunLog

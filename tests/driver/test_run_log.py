@@ -12,8 +12,7 @@ import pytest
 from async_rl.base.config import CheckpointConfig, EvalConfig, TimeoutsConfig
 from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.base.telemetry.figures import Figures
-from async_rl.base.telemetry.metrics import Metric, read_metrics, reduce_metrics
+from async_rl.base.telemetry.metrics import Figures, Metric, read_metrics, reduce_metrics
 from async_rl.base.telemetry.timeline import Sample, Span, State, Usage
 from async_rl.run.log import run_log, run_timeline
 from async_rl.run.log.run_log import RunLog, RunResults

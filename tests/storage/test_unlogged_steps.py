@@ -13,7 +13,7 @@ from async_rl.base.run_dir.checkpoints import (
     restored_records,
     write_step_metrics,
 )
-from async_rl.base.telemetry.figures import over_steps, seconds_at
+from async_rl.base.telemetry.metrics import over_steps, seconds_at
 
 
 def test_the_last_steps_are_kept_and_a_step_once() -> None:

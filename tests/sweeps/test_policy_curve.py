@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.base.telemetry.figures import LAST_BUCKET
+from async_rl.base.telemetry.metrics import LAST_BUCKET
 from async_rl.tools.sweeps.efficiency import effective_steps, why_unknown
 from async_rl.tools.sweeps.policy_curve import PolicyCurve, mean_rewards, policy_curve
 from async_rl.tools.sweeps.statistics import estimate

@@ -6,8 +6,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from async_rl.base.telemetry.chrome_trace import ChromeTrace
-from async_rl.base.telemetry.timeline import Sample, Span
+from async_rl.base.telemetry.timeline import ChromeTrace, Sample, Span
 
 
 def test_a_trace_names_its_pools_and_draws_no_overlap_on_one_thread(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from async_rl.base.telemetry.clock import HostClocks, clock_id
-from async_rl.base.telemetry.timeline import Timeline
+from async_rl.base.telemetry.timeline import HostClocks, Timeline, clock_id
 
 
 def test_times_of_this_host_are_taken_as_they_are() -> None:

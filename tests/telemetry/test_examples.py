@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_rl.base.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
-from async_rl.base.telemetry.metrics import MetricsLogger
+from async_rl.base.telemetry.metrics_logger import MetricsLogger
 from async_rl.base.telemetry.trackers import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config

@@ -15,10 +15,9 @@ import pytest
 from async_rl.base.config.loading import load_config
 from async_rl.base.messages.reports import StepDone, WorkerReport
 from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.telemetry.figures import KINDS, kind_of, over_steps, seconds_at
-from async_rl.base.telemetry.metrics import Metric, read_metrics
+from async_rl.base.telemetry.metrics import KINDS, Metric, kind_of, over_steps, read_metrics, seconds_at
+from async_rl.base.telemetry.metrics_logger import format_summary
 from async_rl.base.telemetry.status import NORMAL_END, write_status
-from async_rl.base.telemetry.summary_table import format_summary
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
 from async_rl.tools.sweeps.report import write_report

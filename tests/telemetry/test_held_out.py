@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.base.telemetry.metrics import format_step
+from async_rl.base.telemetry.metrics_logger import format_step
 
 VALUES = {
     "eval/accuracy": 0.5, "eval/accuracy/math": 0.25, "eval/accuracy/openai/gsm8k": 0.75,

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_rl.base.telemetry.metrics import Metric, MetricsLogger, format_step, read_metrics, reduce_metrics
-from async_rl.base.telemetry.plot_learning_curve import smooth
+from async_rl.base.telemetry.metrics import Metric, read_metrics, reduce_metrics
+from async_rl.base.telemetry.metrics_logger import MetricsLogger, format_step
+from async_rl.base.telemetry.plots import smooth
 from tests.kit.configs import make_config
 
 CONFIG = make_config(run={"steps": 20}, logging={"wandb": "disabled"})

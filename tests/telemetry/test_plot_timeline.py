@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from async_rl.base.telemetry.plot_timeline import plot_timeline
+from async_rl.base.telemetry.plots import plot_timeline
 from async_rl.base.telemetry.timeline import Span
 
 

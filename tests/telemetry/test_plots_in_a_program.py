@@ -9,8 +9,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from async_rl.base.telemetry.plot_learning_curve import plot_learning_curve
-from async_rl.base.telemetry.plot_timeline import plot_timeline
+from async_rl.base.telemetry.plots import plot_learning_curve, plot_timeline
 from async_rl.base.telemetry.timeline import Span
 from async_rl.tools.sweeps.report import write_report
 from tests.kit.sweeps import make_sweep

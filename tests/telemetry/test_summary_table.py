@@ -1,6 +1,6 @@
 """The table that is printed at the end of a run."""
 
-from async_rl.base.telemetry.summary_table import format_summary
+from async_rl.base.telemetry.metrics_logger import format_summary
 
 
 def rows(text: str) -> list[list[str]]:

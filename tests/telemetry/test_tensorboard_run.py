@@ -10,7 +10,8 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.messages.reports import EvaluationDone, TrainingEnded
-from async_rl.base.telemetry.metrics import Metric, MetricsLogger
+from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics_logger import MetricsLogger
 from async_rl.run.log.run_log import RunLog
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint

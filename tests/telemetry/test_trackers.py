@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from async_rl.base.telemetry.examples import ExampleTable
-from async_rl.base.telemetry.metrics import MetricsLogger, read_metrics
+from async_rl.base.telemetry.metrics import read_metrics
+from async_rl.base.telemetry.metrics_logger import MetricsLogger
 from async_rl.base.telemetry.trackers import (
     TensorboardRun,
     Tracker,

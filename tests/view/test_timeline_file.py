@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.base.telemetry.chrome_trace import ChromeTrace
-from async_rl.base.telemetry.timeline import Sample, Span
+from async_rl.base.telemetry.timeline import ChromeTrace, Sample, Span
 from async_rl.tools.view.timeline_file import Segment, TimelineFile, step_ends_s
 from tests.kit.view.run_dirs import write_timeline
 

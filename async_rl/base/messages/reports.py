@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from async_rl.base.telemetry.clock import clock_id
 from async_rl.base.telemetry.examples import Example
 from async_rl.base.telemetry.metrics import Metric
-from async_rl.base.telemetry.timeline import Sample, Span
+from async_rl.base.telemetry.timeline import Sample, Span, clock_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

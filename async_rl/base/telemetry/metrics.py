@@ -1,30 +1,24 @@
-"""Metrics, which all processes report to the driver; it reduces them to one value for each key and logs each step."""
+"""Metrics: how one is reduced within a step and over several steps, and how they are read back from metrics.jsonl.
+
+The last table of a run, summary.json, the page, the report of a sweep and wandb's summary all show the figures that are
+computed here. `KINDS` declares for each metric how its values of single steps are put together. A share of time or a
+rate is weighted by the time of the step, because the plain mean of steps of 0.4 s and 9 s says nothing about the run:
+
+    figure = sum(value * weight) / sum(weight)    over the steps that measured the metric
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import time
+import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from async_rl.base.config import Config
-from async_rl.base.telemetry.examples import Example
-from async_rl.base.telemetry.figures import Figures, over_steps
-from async_rl.base.telemetry.held_out import by_name
-from async_rl.base.telemetry.trackers import (
-    TensorboardRun,
-    TrackioRun,
-    open_tensorboard_run,
-    open_trackio_run,
-    open_wandb_run,
-)
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
@@ -86,116 +80,226 @@ def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
     return [steps[step] for step in sorted(steps)]
 
 
-class MetricsLogger:
-    """Writes metrics to `run_dir/metrics.jsonl` and the console, and with the same keys to trackers that are on.
+@dataclass(frozen=True, slots=True)
+class FigureKind:
+    """How the values of a metric at several steps become one number."""
 
-    The file has one JSON object per line; a value that is not finite is written as null, as JSON has no NaN. An
-    existing file is replaced, or with run.resume continued. Only one thread may use a logger.
-    """
+    how: Literal["mean", "sum", "max", "last", "median"]
+    weight: str = ""
+    """For `mean`, the metric that gives a step its weight; if it is empty, all steps count the same."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        self._steps = config.run.steps
-        self._started_s = time.monotonic()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "metrics.jsonl"
-        past = read_metrics(path) if config.run.resume and path.exists() else []
-        self._started_s -= max((record.get("time/written_at_s") or 0.0 for record in past), default=0.0)
-        self.figures: Figures = over_steps(past)
-        """The figures of all steps that the run has logged, also before a resume."""
-        self._file = path.open("a" if config.run.resume else "w", encoding="utf-8")
-        self._console = Console(highlight=False, markup=False, emoji=False)
-        self._bar = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"),
-            TimeRemainingColumn(), console=self._console, speed_estimate_period=3600,
-            disable=not self._console.is_terminal,
-        )  # fmt: skip
-        self._task = self._bar.add_task("training", total=self._steps)
-        self._bar.start()
-        self._wandb = open_wandb_run(config, run_dir, self.note)
-        trackers: tuple[TrackioRun | TensorboardRun | None, ...] = (
-            open_trackio_run(config, run_dir, self.note), open_tensorboard_run(config, run_dir, self.note)
-        )
-        self._trackers = [tracker for tracker in trackers if tracker]
+    @property
+    def of_one_step(self) -> FigureKind:
+        """The kind of a point that stands for several steps in a chart with the scale of one step."""
+        return FigureKind("mean") if self.how == "sum" else self
 
-    def log(self, step: int, values: dict[str, float], examples: Sequence[Example] = ()) -> None:
-        """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
-        self._write({"step": step, "time/written_at_s": self._written_at_s(), **values}, examples)
-        self.note(format_step(step, self._steps, values))
-        self._bar.update(self._task, completed=step)
+    def weight_keys(self, keys: Iterable[str]) -> list[str]:
+        """Return the metrics whose sum is the weight of a step that has measured `keys`; none if all count the same.
 
-    def log_eval(self, version: int, values: dict[str, float]) -> None:
-        """Write the metrics of an evaluation as a line of its own, because it may end after its step was written."""
-        self._write({"step": version, "eval/written_at_s": self._written_at_s(), **values})
-        self.note(format_step(version, self._steps, values))
-
-    def begin_lineage(self) -> None:
-        """Note that a resume is not undone any more: TensorBoard then hides the steps that it discards."""
-        for tracker in self._trackers:
-            tracker.begin_lineage()
-
-    def log_restored(self, record: dict[str, float | None]) -> None:
-        """Write the record of a step that was trained but not logged before the run was resumed."""
-        self._write({key: math.nan if value is None else value for key, value in record.items()})
-
-    def log_late(self, version: int, values: dict[str, float]) -> None:
-        """Write metrics that arrived after the line of their step, as a line of its own with keys `late/...`."""
-        self._write({"step": version, **{f"late/{key}": value for key, value in values.items()}})
-
-    def note(self, text: str) -> None:
-        """Print one line on the console, above the progress bar."""
-        self._console.print(text, soft_wrap=True)
-
-    def alarm(self, text: str) -> None:
-        """Print a line on the console and send it as a wandb alert."""
-        self.note(text)
-        if self._wandb is not None:
-            self._wandb.alert(text)
-
-    def _write(self, record: dict[str, float], examples: Sequence[Example] = ()) -> None:
-        self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
-        self._file.flush()
-        self.figures.add({key: value for key, value in record.items() if math.isfinite(value)})
-        if self._wandb is not None:
-            self._wandb.log(record, examples, self.figures)
-        for tracker in self._trackers:
-            tracker.log(record)
-
-    def _written_at_s(self) -> float:
-        """Return the seconds that the run has trained until now, which is when its next line is written."""
-        return round(time.monotonic() - self._started_s, 3)
-
-    def close(self) -> None:
-        self._bar.stop()
-        self._file.close()
-        if self._wandb is not None:
-            self._wandb.close()
-            self._wandb = None
-        while self._trackers:
-            self._trackers.pop().close()
+        `by_staleness/10/...` is of the answers of LAST_BUCKET and of all that are older, which are counted one by one.
+        """
+        if self.weight == f"{EPISODES_OF_STALENESS}{LAST_BUCKET}":
+            return [key for key in keys if (staleness_counted(key) or 0) >= LAST_BUCKET]
+        return [self.weight] if self.weight else []
 
 
-_COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("reward/mean",), "reward {:.3f}"),
-    (("eval/accuracy",), "held-out accuracy {:.3f}"),
-    (("eval/reward",), "held-out reward {:.3f}"),
-    (("staleness/mean", "staleness/max"), "staleness {:.2f} max {:.0f}"),
-    (("utilisation/learner", "utilisation/rollout"), "utilisation learner {:.0%} rollout {:.0%}"),
-    (("offpolicy/ess",), "ess {:.3f}"),
-    (("throughput/trained_tokens_per_s",), "{:,.0f} tokens/s"),
-    (("time/step_s",), "{:.2f} s"),
+LAST_BUCKET = 10
+"""`by_staleness/10/...` is of all tokens and answers that are so old or older."""
+EPISODES_OF_STALENESS = "staleness/episodes_"
+"""The key of the number of answers of one staleness begins so, without a last bucket."""
+OWN_LINES = ("eval/", "late/")
+"""The beginnings of the keys of what is measured beside the steps, and has lines of its own in metrics.jsonl."""
+SHARES = ("utilisation/", "occupancy/", "gpu/")
+"""The beginnings of the keys of metrics that say how busy the pools were."""
+BY_TIME = FigureKind("mean", "time/step_s")
+BY_EPISODES = FigureKind("mean", "batch/episodes")
+BY_TOKENS = FigureKind("mean", "batch/response_tokens")
+BY_GROUPS = FigureKind("mean", "rollout/groups")
+BY_ENDED_EPISODES = FigureKind("mean", "episode/ended")
+BY_STEPS = FigureKind("mean")
+
+KINDS: tuple[tuple[str, FigureKind], ...] = (
+    # shares of time, samples of it, and rates
+    (r"(utilisation|occupancy|gpu|throughput)/.+", BY_TIME),
+    (r"rollout/in_flight", BY_TIME),
+    # the seconds that a step takes, the parts of a step, and what happens once in a step
+    (r"time/(written_at_s|since_first_step_s)", FigureKind("last")),
+    (r"(time|push|checkpoint)/.+_s|buffer/waited(_for_late)?_s", BY_STEPS),
+    (r"scoring/.+/group_s", BY_GROUPS),
+    (r"scoring/.+", FigureKind("sum")),
+    # values by staleness and by length, which have sizes of their own
+    (r"by_(staleness|length)/\d+/tokens|staleness/episodes_\d+|by_length/\d+/episodes", FigureKind("sum")),
+    (r"by_length/(\d+)/reward", FigureKind("mean", r"by_length/\1/episodes")),
+    (r"by_staleness/(\d+)/(reward(?:/.+)?|response_length)", FigureKind("mean", r"staleness/episodes_\1")),
+    # largest values
+    (r".+[/_]max|alarm/.+|buffer/unaccounted", FigureKind("max")),
+    (r"by_(staleness|length)/(\d+)/.+", FigureKind("mean", r"by_\1/\2/tokens")),
+    # values of tokens and of episodes
+    (r"offpolicy/is_weight_var", FigureKind("median")),  # a few steps with very large weights would dominate a mean
+    (r"offpolicy/(ess|chi2)_sequence", BY_EPISODES),
+    (r"offpolicy/.+|policy/entropy|mismatch/.+|kl/reference|vtrace/.+|staleness/masked_fraction", BY_TOKENS),
+    (r"(reward|response|staleness)/.+|episode/rows", BY_EPISODES),
+    # groups and episodes that ended meanwhile, in the batch or not
+    (r"rollout/(group_s|group_s_squared|concurrency)", BY_GROUPS),
+    (r"rollout/(skipped_long_prompts|epochs)", FigureKind("last")),
+    (
+        r"episode/(ended|timeouts|failed|rewritten|leaked_tasks|given_up_calls|dropped_rows|masked_turns)",
+        FigureKind("sum"),
+    ),
+    (r"episode/.+", BY_ENDED_EPISODES),
+    # counts of one step
+    (
+        r"(batch|rollout|endpoint)/.+|push/(bytes|lost_servers|repeats)|.+/(skipped_steps|skipped_batches|early_stops)",
+        FigureKind("sum"),
+    ),
+    # states and counts since the start of the run
+    (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
+    (r"(buffer|difficulty|eval|late|version)/.+|.+/lr|kl/coef", FigureKind("last")),
 )
+"""The kind of each metric by a regular expression of its key; the first one that fits counts, and else BY_STEPS."""
 
 
-def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured.
+@lru_cache(maxsize=4096)
+def kind_of(key: str) -> FigureKind:
+    """Return the kind of a metric. One that KINDS does not declare, such as a user's own, is a mean over steps."""
+    for pattern, kind in KINDS:
+        if found := re.fullmatch(pattern, key):
+            return FigureKind(kind.how, found.expand(kind.weight)) if "\\" in kind.weight else kind
+    return BY_STEPS
 
-    After held-out results come the results on each source of prompts and of each reward, where there are several.
-    Where held-out accuracy and reward differ, the mean rewards of right and of wrong answers say why.
+
+def staleness_counted(key: str) -> int | None:
+    """Return N for the key `staleness/episodes_N`; None for the key of another metric."""
+    number = key.removeprefix(EPISODES_OF_STALENESS)
+    return int(number) if number != key and number.isdecimal() else None
+
+
+class Figure:
+    """The figure of one metric over the steps that `add` was given. If no step has a weight, all count the same."""
+
+    __slots__ = ("_how", "_number", "_total", "_values", "_weight", "_weighted")
+
+    def __init__(self, kind: FigureKind) -> None:
+        self._how = kind.how
+        self._total = self._weighted = self._weight = 0.0
+        self._number = 0
+        self._values: list[float] = []
+        """The values that the median needs, or the one value that is the largest or the last."""
+
+    def add(self, value: float, weight: float | None = 1.0) -> None:
+        """Add the value of one step; `weight` None: the step has not measured the metric that weighs it."""
+        self._number += 1
+        match self._how:
+            case "mean" | "sum":
+                self._total += value
+                self._weighted += value * (weight or 0.0)
+                self._weight += weight or 0.0
+            case "max":
+                self._values[:] = [max(value, *self._values)] if self._values else [value]
+            case "last":
+                self._values[:] = [value]
+            case "median":
+                self._values.append(value)
+
+    def value(self) -> float:
+        """Return the figure; `add` must have been called before."""
+        if self._values:
+            return statistics.median(self._values)
+        if self._how == "sum":
+            return self._total
+        return self._weighted / self._weight if self._weight else self._total / self._number
+
+    @property
+    def total(self) -> float:
+        return self._total
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights, or the number of steps if no step has a weight."""
+        return self._weight or float(self._number)
+
+
+class Figures:
+    """The figures of all metrics over the steps that `add` was given. Only a median keeps a number for each step.
+
+    The first step that a process logs includes the warm-up. It counts only for largest values, and for metrics that
+    no other step measured. What is measured beside the steps, such as an evaluation, always counts, also where it is
+    merged into that step.
     """
-    measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
-    parts = [text.format(*(values[key] for key in keys)) + by_name(values, keys[0]) for keys, text in measured]
-    if abs(values.get("eval/reward", 0.0) - values.get("eval/accuracy", 0.0)) >= 5e-4:
-        means = {word: values.get(f"eval/reward_of_{word}") for word in ("right", "wrong")}
-        told = [f"{word} answers have {mean:.3f}" for word, mean in means.items() if mean is not None]
-        parts.append(f"({', '.join(told)} in the mean)")
-    return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts])
+
+    def __init__(self) -> None:
+        self._measured: dict[str, Figure] = {}
+        self._warming_up: dict[str, Figure] = {}
+
+    def add(self, record: Mapping[str, float | None]) -> None:
+        """Add the record of one step; a value that is None was not measured."""
+        warms_up = is_warm_up(record)
+        for key, value in record.items():
+            if value is not None and key != "step":
+                kind = kind_of(key)
+                counts = not warms_up or kind.how == "max" or key.startswith(OWN_LINES)
+                figures = self._measured if counts else self._warming_up
+                figure = figures.get(key) or figures.setdefault(key, Figure(kind))
+                figure.add(value, _weight_in(record, kind) if kind.weight else 1.0)
+
+    def get(self, key: str) -> float | None:
+        """Return the figure of a metric, or None if it was not measured."""
+        figure = self._measured.get(key) or self._warming_up.get(key)
+        return figure.value() if figure else None
+
+    def total(self, key: str) -> float:
+        """Return the sum of a metric of kind `mean` or `sum` over the steps, without those that include a warm-up."""
+        figure = self._measured.get(key)
+        return figure.total if figure else 0.0
+
+    def all(self) -> dict[str, float]:
+        """Return the figure of every metric that was measured, by key."""
+        return {key: figure.value() for key, figure in (self._warming_up | self._measured).items()}
+
+
+def _weight_in(record: Mapping[str, float | None], kind: FigureKind) -> float | None:
+    """Return the weight of a step for a metric of this kind; None: the step has not measured what weighs it."""
+    found = [weight for key in kind.weight_keys(record) if (weight := record.get(key)) is not None]
+    return sum(found) if found else None
+
+
+def is_warm_up(record: Mapping[str, float | None]) -> bool:
+    """Return whether a step is the first that a process logs, which includes the warm-up, given its record."""
+    return record.get("time/since_first_step_s") == 0.0
+
+
+def trained_tokens(record: Mapping[str, float | None]) -> float:
+    """Return how many tokens a step has trained on, given its record.
+
+    Those that are masked as too old don't count, and none of a batch that algorithm.skip_batch_kl has left out.
+    """
+    if record.get("policy/skipped_batches"):
+        return 0.0
+    return (record.get("batch/response_tokens") or 0.0) * (1 - (record.get("staleness/masked_fraction") or 0.0))
+
+
+def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:
+    """Return when each step ended, in seconds since the end of the first step, given their records in metrics.jsonl.
+
+    `time/since_first_step_s` begins again at 0 where a run went on from a checkpoint. Here the time goes on from there,
+    without that step, which includes a warm-up. A step that was restored from a checkpoint lacks it, but for step 1,
+    and has its own time. So the last value is `seconds` of summary.json.
+    """
+    seconds, before_s, newest_s = [], 0.0, 0.0
+    for record in records:
+        since_s = record.get("time/since_first_step_s")
+        if since_s is None:
+            since_s = newest_s + (record.get("time/step_s") or 0.0)
+        elif since_s == 0.0:
+            before_s += newest_s
+        newest_s = since_s
+        seconds.append(before_s + since_s)
+    return seconds
+
+
+def over_steps(records: Iterable[Mapping[str, float | None]]) -> Figures:
+    """Return the figures of several steps, given as their records in metrics.jsonl, in order."""
+    figures = Figures()
+    for record in records:
+        figures.add(record)
+    return figures

@@ -25,7 +25,7 @@ from async_rl.base.models_and_data.hub import cached_folder
 from async_rl.base.run_dir.checkpoints import resumed_training_state
 from async_rl.base.seams.lookup import lacking
 from async_rl.base.telemetry.examples import COLUMNS, Example, ExampleTable
-from async_rl.base.telemetry.figures import Figures
+from async_rl.base.telemetry.metrics import Figures
 
 
 class Tracker:

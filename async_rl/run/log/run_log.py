@@ -24,9 +24,16 @@ from async_rl.base.run_dir.checkpoints import (
 )
 from async_rl.base.run_dir.resuming import kept_resumes, write_config
 from async_rl.base.run_dir.run_dir import accepted_rules
-from async_rl.base.telemetry.figures import SHARES, Figures, trained_tokens
-from async_rl.base.telemetry.held_out import named_results
-from async_rl.base.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics
+from async_rl.base.telemetry.metrics import (
+    SHARES,
+    Figures,
+    Metric,
+    folded,
+    read_metrics,
+    reduce_metrics,
+    trained_tokens,
+)
+from async_rl.base.telemetry.metrics_logger import MetricsLogger, named_results
 from async_rl.base.telemetry.timeline import RESTART, Span
 from async_rl.run.log.run_timeline import RunTimeline
 from async_rl.run.processes.signals import StepListener

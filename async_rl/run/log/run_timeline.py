@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_rl.base.messages.reports import TimedReport
-from async_rl.base.telemetry.chrome_trace import ChromeTrace
-from async_rl.base.telemetry.clock import HostClocks
-from async_rl.base.telemetry.plot_timeline import plot_timeline
-from async_rl.base.telemetry.timeline import Sample, Span, Usage
+from async_rl.base.telemetry.plots import plot_timeline
+from async_rl.base.telemetry.timeline import ChromeTrace, HostClocks, Sample, Span, Usage
 
 MOST_SAMPLES = 2**16
 """If more samples are in memory, as while a pause holds the learner for days, each pool's are thinned out."""

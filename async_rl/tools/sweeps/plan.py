@@ -18,7 +18,7 @@ import numpy as np
 from async_rl.base.config.check import check
 from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
-from async_rl.base.telemetry.figures import is_warm_up
+from async_rl.base.telemetry.metrics import is_warm_up
 from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.tools.sweeps.results import Run, Step, read_runs
 from async_rl.tools.sweeps.settings import Setting, recommendation, settings_of

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rl.base.telemetry.plot_learning_curve import plain, smooth
-from async_rl.base.telemetry.plot_timeline import STATE_COLORS
+from async_rl.base.telemetry.plots import STATE_COLORS, plain, smooth
 from async_rl.base.telemetry.timeline import STATES
 from async_rl.tools.sweeps.cells import Bound, bounds_title
 from async_rl.tools.sweeps.results import Run

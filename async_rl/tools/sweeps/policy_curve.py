@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from async_rl.base.telemetry.figures import LAST_BUCKET, seconds_at, staleness_counted
+from async_rl.base.telemetry.metrics import LAST_BUCKET, seconds_at, staleness_counted
 
 Step = Mapping[str, float | None]
 

@@ -14,8 +14,7 @@ import numpy as np
 from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
-from async_rl.base.telemetry.figures import Figures, over_steps, seconds_at
-from async_rl.base.telemetry.metrics import read_metrics
+from async_rl.base.telemetry.metrics import Figures, over_steps, read_metrics, seconds_at
 from async_rl.tools.sweeps.cells import (
     SEED,
     STALENESS,
@@ -79,7 +78,7 @@ class Run:
 
     @cached_property
     def figures(self) -> Figures:
-        """The figure of each metric over the steps, see async_rl/base/telemetry/figures.py."""
+        """The figure of each metric over the steps, see async_rl/base/telemetry/metrics.py."""
         return over_steps(self.steps)
 
     def figure(self, key: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
 
-from async_rl.base.telemetry.figures import Figures, kind_of, over_steps
+from async_rl.base.telemetry.metrics import Figures, kind_of, over_steps
 
 BLOCK_BYTES = 8 * 2**20
 MAX_POINTS = 600

@@ -280,8 +280,8 @@ class Operations:
             result = {"ready": True}
         elif not is_push and (taken := self.store.take(parked.version, now_s)):
             waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
-            counters = self.counters() | waited_s
-            batch = batch_frames(parked.version, taken, counters, self.limits)
+            gauges = self.store.state.gauges() | waited_s
+            batch = batch_frames(parked.version, taken, self.counters(), gauges, self.limits)
         elif self.store.end_reason and not (is_push and self.store.state.is_draining):
             # A push that shuts admission waits for running groups alone, and so not for ever.
             result = {"end": self.store.end_reason}

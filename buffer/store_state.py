@@ -176,14 +176,23 @@ class StoreState:
                 "this is a bug"
             )
 
-    def counters(self) -> dict[str, float]:
-        """Return metrics: numbers of groups by state now (buffer/depth: finished), slots held, and all of `metrics`."""
+    def gauges(self) -> dict[str, float]:
+        """Return the metrics that are a state of now: the numbers of groups by state, and of slots held.
+
+        Over several steps they are averaged; of all other counters the last value counts.
+        """
         return {
             "buffer/depth": float(len(self.finished)),
             "buffer/running": float(len(self.running)),
             "buffer/held": float(len(self.held)),
             "buffer/used": float(len(self.used)),
             "buffer/slots_held": float(self.slots_held),
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Return the gauges, and all metrics that are counted since the start of the run."""
+        return {
+            **self.gauges(),
             "buffer/unaccounted": float(self.unaccounted()),
             **self.accounting.metrics(),
             **self.prompts.metrics(),

@@ -29,7 +29,7 @@ one client with the same answer may be answered together, as requests `put` ofte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -133,13 +133,18 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
 
 
 def batch_frames(
-    version: int, groups: Sequence[StoredGroup], counters: dict[str, float], limits: Limits
+    version: int, groups: Sequence[StoredGroup], counters: Mapping[str, float], gauges: Mapping[str, float],
+    limits: Limits,
 ) -> list[Frame]:
-    """Return batch number `version` as frames, which `decode_batch` reads on any rank of the learner."""
+    """Return batch number `version` as frames, which `decode_batch` reads on any rank of the learner.
+
+    A counter that is also in `gauges` is sent as a gauge alone.
+    """
     header = {
         "version": version,
         "finished_versions": [group.finished_version for group in groups],
-        "counters": counters,
+        "counters": {key: value for key, value in counters.items() if key not in gauges},
+        "gauges": dict(gauges),
         "limits": dataclasses.asdict(limits),
     }
     return [pack(header), *(group.payload for group in groups)]
@@ -147,7 +152,7 @@ def batch_frames(
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
     """Return the batch in the frames of `LearnerClient.take_raw`. Raises WireError if a frame is not valid."""
-    fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
+    fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "gauges", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
     flag = "needs_baseline"
@@ -161,4 +166,5 @@ def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
         groups=tuple(decode_group(data, limits) for data in frames[1:]),
         finished_versions=tuple(finished),
         counters=fields.nested("counters"),
+        gauges=fields.nested("gauges"),
     )

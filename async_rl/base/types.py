@@ -309,4 +309,6 @@ class Batch:
     finished_versions: tuple[int, ...]
     """For each group, the served version when it reached the buffer; splits staleness into in flight and in queue."""
     counters: dict[str, float] = field(default_factory=dict)
-    """The buffer's metrics when it handed out the batch, with keys like `buffer/depth`."""
+    """The buffer's counts since the start of the run, such as `buffer/trained`, when it handed out the batch."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    """The buffer's state then, such as `buffer/depth`, and how long it has waited for the batch."""

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.base.telemetry.metrics import Metric, Reduction
+from async_rl.base.telemetry.metrics import EPISODES, TOKENS, Metric
 from async_rl.base.types import Batch, Row
-from learner.algorithms.losses import kl_k1, kl_k3
+from learner.algorithms.losses import TokenMetric, kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_row
 from learner.packing import ResponseTokens, rows_by_episode, tokens_by_episode
 
@@ -27,8 +29,6 @@ BUCKETS = 11
 LENGTHS = 21
 """Number of buckets by length: 1, 2..3, 4..7 and so on, up to 2**20 tokens and more."""
 _BY_LENGTH = "by_length/"
-_OF_LOSS = "loss/"
-"""The path of the metrics that a loss returns."""
 
 
 class MetricAccumulator:
@@ -44,6 +44,8 @@ class MetricAccumulator:
         self._copies = copies
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self.of_loss: dict[str, Metric] = {}
+        """[key] the declaration of each metric of the loss, without its value."""
 
     def add(self, **values: Tensor) -> None:
         """Add each value, a tensor, to the sum that is kept under its name."""
@@ -52,7 +54,7 @@ class MetricAccumulator:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def peak(self, **values: Tensor) -> None:
-        """Keep the largest value seen so far of each name, element by element. Values are at least 0."""
+        """Keep the largest value seen so far of each name, element by element."""
         for name, value in values.items():
             value = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
@@ -155,9 +157,28 @@ def add_policy(
     )
 
 
-def add_loss_metrics(sums: MetricAccumulator, metrics: Mapping[str, Tensor], trained: Tensor) -> None:
+def add_loss_metrics(
+    sums: MetricAccumulator, metrics: Mapping[str, Tensor | TokenMetric], trained: Tensor
+) -> None:
     """Add to `sums` what a loss reports: `metrics` by name, [N] each. Only trained tokens count."""
-    sums.add(**{_OF_LOSS + name: torch.where(trained, value, 0.0).sum() for name, value in metrics.items()})
+    for name, given in metrics.items():
+        each = given if isinstance(given, TokenMetric) else TokenMetric(given)
+        key = f"loss/{name}"
+        sums.of_loss[key] = Metric(key, math.nan, each.reduce, over_steps=each.over_steps, by=each.by, unit=each.unit)
+        if each.reduce == "max":
+            sums.peak(**{key: torch.where(trained, each.values, -math.inf).max()})
+        else:
+            sums.add(**{key: torch.where(trained, each.values, 0.0).sum()})
+
+
+def loss_metrics(sums: MetricAccumulator, totals: Totals) -> list[Metric]:
+    """Return the metrics `loss/<name>` of `add_loss_metrics`, as the loss has declared them."""
+    tokens = float(totals["policy_tokens"].sum())
+    values = {key: float(totals[key]) for key in sums.of_loss}
+    return [
+        replace(each, value=ratio(values[key], tokens) if each.reduce == "mean" else values[key])
+        for key, each in sums.of_loss.items()
+    ]
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
@@ -174,26 +195,26 @@ def token_metrics(totals: Totals) -> list[Metric]:
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
     overall = {name: float(values.sum()) for name, values in by_bucket.items()}
-    metrics = [
-        Metric(f"{'policy' if name == 'entropy' else 'offpolicy'}/{name}", value, _reduction(name))
-        for name, value in _token_values(overall, float(peaks.max())).items()
-    ]
+    metrics = _token_values("offpolicy", overall, float(peaks.max()), TOKENS)
+    entropy = ratio(overall["entropy"], overall["policy_tokens"])
+    metrics.append(Metric("policy/entropy", entropy, by=TOKENS, unit="nats"))
     rows, product, squared = (float(totals[name]) for name in ("rows", "product", "product_squared"))
-    metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, rows * squared)))
-    metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, rows) - 1))
+    metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, rows * squared), by=EPISODES))
+    metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, rows) - 1, by=EPISODES))
     if overall["comparable"]:
-        metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
+        mismatch = overall["mismatch"] / overall["comparable"]
+        metrics.append(Metric("mismatch/mean_abs", mismatch, by=TOKENS, unit="nats"))
     if (old_kv := float(totals["old_kv"])) > 0:
-        metrics.append(Metric("mismatch/old_kv_mean_abs", float(totals["old_kv_mismatch"]) / old_kv))
-    metrics += [
-        Metric(name, ratio(float(total), overall["policy_tokens"]))
-        for name, total in totals.items() if name.startswith(_OF_LOSS)
-    ]
+        mismatch = float(totals["old_kv_mismatch"]) / old_kv
+        metrics.append(Metric("mismatch/old_kv_mean_abs", mismatch, by=TOKENS, unit="nats"))
     for bucket in range(BUCKETS):
         cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
         if cell["tokens"]:
-            values = {"tokens": cell["tokens"], **_token_values(cell, float(peaks[bucket]))}
-            metrics += [Metric(f"by_staleness/{bucket}/{name}", x, _reduction(name)) for name, x in values.items()]
+            path = f"by_staleness/{bucket}"
+            tokens = Metric(f"{path}/tokens", cell["tokens"], "sum", unit="tokens")
+            metrics += [tokens, *_token_values(path, cell, float(peaks[bucket]), tokens.key)]
+            entropy = ratio(cell["entropy"], cell["policy_tokens"])
+            metrics.append(Metric(f"{path}/entropy", entropy, by=tokens.key, unit="nats"))
     return metrics + _length_metrics(totals)
 
 
@@ -203,34 +224,48 @@ def _length_metrics(totals: Totals) -> list[Metric]:
     for bucket in range(LENGTHS):
         t = {name[len(_BY_LENGTH) :]: float(x[bucket]) for name, x in totals.items() if name.startswith(_BY_LENGTH)}
         if n := t["tokens"]:
-            values = {
-                "tokens": n, "staleness": t["staleness"] / n, "kl_behaviour_proximal_k3": t["k3"] / n,
-                "ess": ratio(t["rho"] ** 2, n * t["rho_squared"]), "truncated_fraction": t["truncated"] / n,
-            }
-            metrics += [Metric(f"{_BY_LENGTH}{2**bucket}/{name}", value) for name, value in values.items()]
+            path = f"{_BY_LENGTH}{2**bucket}"
+            tokens = Metric(f"{path}/tokens", n, "sum", unit="tokens")
+            metrics += [
+                tokens,
+                Metric(f"{path}/staleness", t["staleness"] / n, by=tokens.key, unit="versions"),
+                Metric(f"{path}/kl_behaviour_proximal_k3", t["k3"] / n, by=tokens.key, unit="nats"),
+                Metric(f"{path}/ess", ratio(t["rho"] ** 2, n * t["rho_squared"]), by=tokens.key, unit="share"),
+                Metric(f"{path}/truncated_fraction", t["truncated"] / n, by=tokens.key, unit="share"),
+            ]
     return metrics
 
 
-def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
+def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) -> list[Metric]:
+    """Return the metrics `path`/... of the tokens whose sums are in `t`; `by` is the metric that weighs a step."""
     n, policy_tokens = max(t["tokens"], 1.0), t["policy_tokens"]
     mean = t["rho"] / n
-    return {
+    variance = max(t["rho_squared"] / n - mean**2, 0.0)
+    means = {
         "is_weight_mean": mean,
-        "is_weight_var": max(t["rho_squared"] / n - mean**2, 0.0),
-        "is_weight_max": rho_max,
+        "chi2": t["rho_squared"] / n - 1,
+    }
+    shares = {
         "ess": ratio(t["rho"] ** 2, n * t["rho_squared"]),
         "ess_truncated": ratio(t["weight"] ** 2, n * t["weight_squared"]),
-        "chi2": t["rho_squared"] / n - 1,
         "truncated_fraction": t["truncated"] / n,
         "masked_fraction": t["dropped"] / n,
+        "clip_fraction_positive": ratio(t["clipped_positive"], t["positive"]),
+        "clip_fraction_negative": ratio(t["clipped_negative"], t["negative"]),
+    }
+    divergences = {
         "kl_behaviour_proximal": t["k1"] / n,
         "kl_behaviour_proximal_k3": t["k3"] / n,
         "kl_proximal_learner": ratio(t["moved_k1"], policy_tokens),
         "kl_proximal_learner_k3": ratio(t["moved_k3"], policy_tokens),
-        "clip_fraction_positive": ratio(t["clipped_positive"], t["positive"]),
-        "clip_fraction_negative": ratio(t["clipped_negative"], t["negative"]),
-        "entropy": ratio(t["entropy"], policy_tokens),
     }
+    units = ((means, ""), (shares, "share"), (divergences, "nats"))
+    return [
+        Metric(f"{path}/is_weight_max", rho_max, "max"),
+        # A few steps with very large weights would dominate a mean.
+        Metric(f"{path}/is_weight_var", variance, over_steps="median"),
+        *(Metric(f"{path}/{name}", x, by=by, unit=unit) for values, unit in units for name, x in values.items()),
+    ]
 
 
 def add_critic(sums: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
@@ -263,9 +298,10 @@ def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metr
         np.array([reward for group in batch.groups for reward in group.episode_rewards])
         for batch in (by_rule, by_model)
     )
-    metrics = [Metric("reward/rule_mean", float(rule.mean()))]
+    metrics = [Metric("reward/rule_mean", float(rule.mean()), by=EPISODES)]
     if is_gold and rule.std() > 0 and model.std() > 0:
-        metrics.append(Metric("reward/rule_correlation", float(np.corrcoef(rule, model)[0, 1])))
+        correlation = float(np.corrcoef(rule, model)[0, 1])
+        metrics.append(Metric("reward/rule_correlation", correlation, by=EPISODES))
     return metrics
 
 
@@ -280,50 +316,65 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     rewards = np.array([reward for group in batch.groups for reward in group.episode_rewards])
     lengths = np.array([tokens for group in batch.groups for tokens in tokens_by_episode(group)])
     finish_reasons = [rows[-1].finish_reason for rows in episodes]
-    values = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        "batch/episodes": len(episodes),
-        "batch/response_tokens": lengths.sum(),
-        "response/length_mean": lengths.mean(),
-        "response/length_max": lengths.max(),
-        "response/truncated_fraction": finish_reasons.count("length") / len(episodes),
-        "response/distinct_fraction": np.mean([distinct_fraction(rows) for rows in episodes]),
-        **batch.counters,
-    }
+    def of_episodes(key: str, value: float | np.floating, unit: str = "") -> Metric:
+        return Metric(key, float(value), by=EPISODES, unit=unit)
+
+    metrics = [
+        of_episodes("reward/mean", rewards.mean()),
+        of_episodes("reward/std", rewards.std()),
+        Metric(EPISODES, len(episodes), "sum", unit="episodes"),
+        Metric(TOKENS, float(lengths.sum()), "sum", unit="tokens"),
+        of_episodes("response/length_mean", lengths.mean(), "tokens"),
+        Metric("response/length_max", float(lengths.max()), "max", unit="tokens"),
+        of_episodes("response/truncated_fraction", finish_reasons.count("length") / len(episodes), "share"),
+        of_episodes("response/distinct_fraction", np.mean([distinct_fraction(rows) for rows in episodes]), "share"),
+        *(Metric(key, value, "last") for key, value in batch.counters.items()),
+        *(Metric(key, value) for key, value in batch.gauges.items()),
+    ]
     if (repeated := repeated_fraction(batch)) is not None:
-        values["response/repeated_fraction"] = repeated
+        metrics.append(of_episodes("response/repeated_fraction", repeated, "share"))
     if any(group.episodes for group in batch.groups):
-        values["response/timeout_fraction"] = finish_reasons.count("timeout") / len(episodes)
-        values["episode/rows"] = sum(map(len, episodes)) / len(episodes)
+        timeouts = finish_reasons.count("timeout") / len(episodes)
+        metrics.append(of_episodes("response/timeout_fraction", timeouts, "share"))
+        metrics.append(of_episodes("episode/rows", sum(map(len, episodes)) / len(episodes), "rows"))
     named = [rows[0].rewards for rows in episodes]
-    values |= {f"reward/{name}": mean for name, mean in _means(named).items()}
+    metrics += [of_episodes(f"reward/{name}", mean) for name, mean in _means(named).items()]
     powers = np.clip(np.frexp(lengths)[1] - 1, 0, LENGTHS - 1)
     for power in np.unique(powers):
         cell = powers == power
-        values[f"{_BY_LENGTH}{2**power}/episodes"] = cell.sum()
-        values[f"{_BY_LENGTH}{2**power}/reward"] = rewards[cell].mean()
+        path = f"{_BY_LENGTH}{2**power}"
+        counted = Metric(f"{path}/episodes", float(cell.sum()), "sum", unit="episodes")
+        metrics += [counted, Metric(f"{path}/reward", float(rewards[cell].mean()), by=counted.key)]
     of_trained = [np.concatenate([row.versions[row.mask] for row in rows]) for rows in episodes]
     trained = np.array([versions.size > 0 for versions in of_trained])
     if trained.any():
         finished = np.repeat(batch.finished_versions, [len(group.episode_rows) for group in batch.groups])[trained]
         oldest = np.array([int(versions.min()) for versions in of_trained if versions.size])
         staleness = batch.version - oldest
-        values |= {
-            "staleness/mean": staleness.mean(),
-            "staleness/max": staleness.max(),
-            "staleness/in_flight": (finished - oldest).mean(),
-            "staleness/in_queue": (batch.version - finished).mean(),
-        }
-        values |= {f"staleness/episodes_{k}": count for k, count in enumerate(np.bincount(staleness)) if count}
+        metrics += [
+            of_episodes("staleness/mean", staleness.mean(), "versions"),
+            Metric("staleness/max", float(staleness.max()), "max", unit="versions"),
+            of_episodes("staleness/in_flight", (finished - oldest).mean(), "versions"),
+            of_episodes("staleness/in_queue", (batch.version - finished).mean(), "versions"),
+        ]
+        metrics += [
+            Metric(f"staleness/episodes_{age}", float(count), "sum", unit="episodes")
+            for age, count in enumerate(np.bincount(staleness)) if count
+        ]
         buckets = np.minimum(staleness, BUCKETS - 1)
         for bucket in np.unique(buckets):
             cell = buckets == bucket
-            values[f"by_staleness/{bucket}/reward"] = rewards[trained][cell].mean()
-            values[f"by_staleness/{bucket}/response_length"] = lengths[trained][cell].mean()
+            path = f"by_staleness/{bucket}"
+            counted = Metric(f"{path}/episodes", float(cell.sum()), "sum", unit="episodes")
+            length = float(lengths[trained][cell].mean())
             of_bucket = _means([named[number] for number in np.flatnonzero(trained)[cell]])
-            values |= {f"by_staleness/{bucket}/reward/{name}": mean for name, mean in of_bucket.items()}
-    return [Metric(key, float(value), _reduction(key)) for key, value in values.items()]
+            metrics += [
+                counted,
+                Metric(f"{path}/reward", float(rewards[trained][cell].mean()), by=counted.key),
+                Metric(f"{path}/response_length", length, by=counted.key, unit="tokens"),
+                *(Metric(f"{path}/reward/{name}", mean, by=counted.key) for name, mean in of_bucket.items()),
+            ]
+    return metrics
 
 
 def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -333,12 +384,6 @@ def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in each.items():
             found.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in found.items()}
-
-
-def _reduction(key: str) -> Reduction:
-    if "/episodes_" in key or (key.startswith(_BY_LENGTH) and key.endswith("/episodes")):
-        return "sum"
-    return "max" if key.endswith("max") else "mean"
 
 
 def ratio(numerator: float, denominator: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings
 from async_rl.base.errors import AsyncRLError
+from async_rl.base.telemetry.metrics import OverSteps
 from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_row
 
 
@@ -34,15 +36,29 @@ class LossInputs:
     """algorithm.clip of the configuration."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMetric:
+    """A metric of a loss: a value of each token, and how the values become one number. Only trained tokens count."""
+
+    values: Tensor = field(kw_only=False)  # [N]
+    reduce: Literal["mean", "sum", "max"] = "mean"
+    """How the tokens of a step become one number."""
+    over_steps: OverSteps | None = None
+    """How the numbers of many steps become one; None: as `reduce`."""
+    by: str = ""
+    """For a mean over steps, the metric that weighs a step, such as `batch/response_tokens`; "": all count the same."""
+    unit: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """The loss of each token, where it was clipped, and what a loss of one's own wants to report."""
 
     loss: Tensor  # [N] with gradient
     clipped: Tensor  # [N] bool: the loss held the token back, as by algorithm.clip
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each
-    """Values of each token by name; the step logs their mean over trained tokens as `loss/<name>`. A loss returns the
-    same names for every micro-batch."""
+    metrics: Mapping[str, Tensor | TokenMetric] = field(default_factory=dict)
+    """What the step logs as `loss/<name>`. A plain tensor [N] is logged as its mean over trained tokens. A loss returns
+    the same names for every micro-batch."""
 
 
 def ppo_clip_loss(x: LossInputs) -> LossOutput:
@@ -151,7 +167,10 @@ def check_output(output: LossOutput, name: str, trained: Tensor) -> None:
     Raises:
         AsyncRLError: a tensor is not [N], as `trained` is.
     """
-    metrics = {f"metrics[{name!r}]": value for name, value in output.metrics.items()}
+    metrics = {
+        f"metrics[{name!r}]": each.values if isinstance(each, TokenMetric) else each
+        for name, each in output.metrics.items()
+    }
     for part, value in {"loss": output.loss, "clipped": output.clipped, **metrics}.items():
         if getattr(value, "shape", None) != trained.shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.50}"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.seams import find_entry
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import TOKENS, Metric
 from async_rl.base.types import Batch, Group
 from learner.algorithms.advantages import critic_advantages, penalty_to_go, whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
@@ -243,13 +243,15 @@ class Objective:
         metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
         if "reference_k3" in totals:
             divergence = float(totals["reference_k3"]) / tokens
-            metrics += [Metric("kl/reference", divergence), Metric("kl/coef", self.kl_coef, "last")]
+            metrics.append(Metric("kl/reference", divergence, by=TOKENS, unit="nats"))
+            metrics.append(Metric("kl/coef", self.kl_coef, "last"))
             if self._kl_target > 0 and has_trained_policy and math.isfinite(divergence):
                 error = min(max(divergence / self._kl_target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + KL_STEP * error
         if "log_trace" in totals:
             median = np.median([row.mask.sum() for group in batch.groups for row in group.rows])
-            metrics.append(Metric("vtrace/reach", math.exp(float(totals["log_trace"]) / tokens * float(median))))
+            reach = math.exp(float(totals["log_trace"]) / tokens * float(median))
+            metrics.append(Metric("vtrace/reach", reach, by=TOKENS, unit="share"))
         return metrics
 
     def proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from async_rl.base.config import StalenessConfig
 from async_rl.base.errors import NothingToLearnError, StalenessError
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import EPISODES, TOKENS, Metric
 from async_rl.base.types import Batch
 from buffer.client import LearnerClient
 from buffer.staleness import young_enough
@@ -135,9 +135,9 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
     kept = sum(int(row.mask.sum()) for row in rows)
     too_old = sum(int(row.sampled.sum()) for row in rows) - kept
     metrics = [
-        Metric("staleness/before_mask_mean", float(np.mean(ages))),
-        Metric("staleness/before_mask_max", float(max(ages)), "max"),
-        Metric("staleness/masked_fraction", 1 - kept / max(1, kept + too_old)),
+        Metric("staleness/before_mask_mean", float(np.mean(ages)), by=EPISODES, unit="versions"),
+        Metric("staleness/before_mask_max", float(max(ages)), "max", unit="versions"),
+        Metric("staleness/masked_fraction", 1 - kept / max(1, kept + too_old), by=TOKENS, unit="share"),
     ]
     if any(group.episodes for group in batch.groups):
         # A turn is masked with its last token, as versions do not fall. A row without turn_ends is one turn.

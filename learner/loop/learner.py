@@ -16,7 +16,7 @@ from async_rl.base.config import Config, RunConfig, TimeoutsConfig
 from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import RecentSteps, TrainingState, checkpoint_folder, lineage_of
 from async_rl.base.telemetry.examples import choose_examples
-from async_rl.base.telemetry.metrics import Metric, reduce_metrics
+from async_rl.base.telemetry.metrics import TIME, Metric, reduce_metrics
 from async_rl.base.telemetry.nvml import GpuSampler
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span, Timeline
@@ -234,14 +234,15 @@ class Learner:
         self.evaluations.note_push(report.seconds)
         self._push_spans += report.spans
         self._push_metrics += [
-            Metric("time/push_s", report.seconds),
-            Metric("push/bytes", float(report.num_bytes), "sum"),
-            Metric("push/pause_s", report.pause_s),
-            *([Metric("push/changed_share", report.changed_share)] if self.config.weight_sync.delta else []),
+            Metric("time/push_s", report.seconds, unit="s"),
+            Metric("push/bytes", float(report.num_bytes), "sum", unit="bytes"),
+            Metric("push/pause_s", report.pause_s, unit="s"),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._weights.servers),
             *([Metric("push/lost_servers", float(sum(len(each.servers) for each in lost)), "sum")] if lost else []),
             *([Metric("push/repeats", float(report.num_repeats), "sum")] if report.num_repeats else []),
         ]
+        if self.config.weight_sync.delta:
+            self._push_metrics.append(Metric("push/changed_share", report.changed_share, unit="share"))
         return [*lost]
 
     def _release(self) -> None:
@@ -255,7 +256,7 @@ class Learner:
         report = StepDone(version=self.version, spans=spans, samples=self._gpus.drain())
         if self.rank > 0:
             return report
-        metrics = [*metrics, *measured, Metric("time/step_s", step_s), *step_times(spans)]
+        metrics = [*metrics, *measured, Metric(TIME, step_s, unit="s"), *step_times(spans)]
         self._recent_steps.add(self.version, reduce_metrics(metrics))
         examples = choose_examples(self._updater.trained) if self.config.logging.wandb != "disabled" else ()
         return replace(report, metrics=tuple(metrics), examples=examples)
@@ -264,7 +265,7 @@ class Learner:
         """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""
         if self.rank == 0:
             self._push_spans[:0] = self._timeline.drain()
-            times = [Metric("time/step_s", step_s), *step_times(self._push_spans)]
+            times = [Metric(TIME, step_s, unit="s"), *step_times(self._push_spans)]
             self._recent_steps.add(self.version, reduce_metrics([*metrics, *self._push_metrics, *times]))
 
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
@@ -312,8 +313,8 @@ class Learner:
             self._checkpointer.save(target, state, self._recent_steps.text())
         self._saved_version = self.version
         return [
-            Metric("checkpoint/pause_s", time.monotonic() - start_s),
-            Metric("checkpoint/last_write_s", self._checkpointer.write_s),
+            Metric("checkpoint/pause_s", time.monotonic() - start_s, unit="s"),
+            Metric("checkpoint/last_write_s", self._checkpointer.write_s, unit="s"),
         ]
 
     def _checkpoint_on_request(self) -> None:
@@ -362,7 +363,7 @@ def step_times(spans: Sequence[Span]) -> list[Metric]:
     for span in spans:
         if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):
             seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
-    return [Metric(key, value, "sum") for key, value in seconds.items()]
+    return [Metric(key, value, "sum", over_steps="mean", unit="s") for key, value in seconds.items()]
 
 
 def rank_status(

@@ -38,6 +38,7 @@ from learner.algorithms.diagnostics import (
     Totals,
     batch_metrics,
     explained_variance,
+    loss_metrics,
     rule_metrics,
     token_metrics,
 )
@@ -157,7 +158,7 @@ class Updater:
             elif self.critic is None:
                 break
         totals = self._totals(sums)
-        metrics += [*batch_metrics(batch), *token_metrics(totals), *ptx_metrics(totals)]
+        metrics += [*batch_metrics(batch), *token_metrics(totals), *loss_metrics(sums, totals), *ptx_metrics(totals)]
         metrics += self.objective.finish(totals, batch, has_trained_policy=bool(steps["policy"]))
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken, totals)]
         if self.critic is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import ENDED_EPISODES, Metric
 from async_rl.base.types import BoolArray, EpisodeEnd, EpisodeFacts, FloatArray, IntArray, Row
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]
     `episode/ended` is the number of episodes, the weight of the means over several steps.
     """
     if episodes:
-        yield Metric("episode/ended", len(episodes), "sum")
+        yield Metric(ENDED_EPISODES, len(episodes), "sum", unit="episodes")
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.items():
@@ -103,7 +103,7 @@ def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]
         if name in _SUMMED:
             yield Metric(f"episode/{name}", sum(found), "sum")
         else:
-            yield Metric(f"episode/{name}", sum(found) / len(found), weight=len(found))
+            yield Metric(f"episode/{name}", sum(found) / len(found), weight=len(found), by=ENDED_EPISODES)
 
 
 class GroupRows(NamedTuple):

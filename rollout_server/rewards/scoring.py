@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, RewardError, first_error, shown
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import GROUPS, Metric
 from async_rl.base.types import MAX_METRICS, MAX_NAME_CHARS
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.user_code import ForeignCode
@@ -262,7 +262,8 @@ class _Scorer:
         sums, self._sums = self._sums, {}
         metrics = [Metric(f"{of}/{name}", number, "sum") for name, number in {**sums, **counts}.items()]
         if seconds:
-            metrics.append(Metric(f"{of}/group_s", sum(seconds) / len(seconds), weight=len(seconds)))
+            mean_s = sum(seconds) / len(seconds)
+            metrics.append(Metric(f"{of}/group_s", mean_s, weight=len(seconds), by=GROUPS, unit="s"))
         return metrics
 
     async def aclose(self) -> None:

@@ -241,7 +241,7 @@ class Evaluation:
             return EvaluationDone(version=version, spans=self._stats.drain_spans())
         judged = [[each for each in group if each is None or each.has_verdict] for group in groups]
         num_unjudged = sum(map(len, groups)) - sum(map(len, judged))
-        metrics = [Metric("eval/no_verdict", num_unjudged, "sum")] if num_unjudged else []
+        metrics = [Metric("eval/no_verdict", num_unjudged, "sum", over_steps="last")] if num_unjudged else []
         metrics += gold
         if any(judged):
             known = {prompt.source for prompt in held_out}
@@ -269,12 +269,15 @@ class Evaluation:
             _mean("eval/reward", sum(scored), len(answers)),
             *reward_metrics(answers, evaluation),
             *([_mean("eval/response_length", sum(lengths), len(lengths))] if lengths else []),
-            Metric("eval/failed", len(answers) - len(scored), "sum"),
+            Metric("eval/failed", len(answers) - len(scored), "sum", over_steps="last", unit="answers"),
             Metric("eval/version", version, "last"),
             *version_metrics([row.versions[row.mask] for row in rows]),
             *at_k_metrics(rewards, evaluation),
             *source_metrics(sources, rewards, known, evaluation),
-            *(Metric(f"eval/reward/{name}", value) for each in episodes for name, value in each.rewards.items()),
+            *(
+                Metric(f"eval/reward/{name}", value, over_steps="last")
+                for each in episodes for name, value in each.rewards.items()
+            ),
         )
 
     async def _gold_metrics(
@@ -301,7 +304,7 @@ class Evaluation:
         ]
         pairs = [(reward, proxy) for reward, proxy in found if reward is not None]
         counts = {"eval/gold_failed": failed, "eval/gold_no_verdict": len(found) - len(pairs)}
-        counted = [Metric(key, float(count), "sum") for key, count in counts.items() if count]
+        counted = [Metric(key, float(count), "sum", over_steps="last") for key, count in counts.items() if count]
         proxies = [] if model.path else [proxy for _, proxy in pairs]
         return [*_gold_moments([reward for reward, _ in pairs], proxies), *counted]
 
@@ -379,7 +382,7 @@ def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Met
         moments |= {"proxy": proxy, "proxy_squared": [each * each for each in proxy], "gold_times_proxy": products}
     for name, values in moments.items():
         yield _mean(f"eval/{name}", sum(values), len(values))
-    yield Metric("eval/gold_labels", float(len(gold)), "sum")
+    yield Metric("eval/gold_labels", float(len(gold)), "sum", over_steps="last", unit="answers")
 
 
 def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:
@@ -414,12 +417,12 @@ def source_metrics(
 def _mean(key: str, total: float, count: int) -> Metric:
     """Return the mean of `count` values, weighted by their number, so that several parts reduce to the whole's mean.
     """
-    return Metric(key, total / count, weight=count)
+    return Metric(key, total / count, weight=count, over_steps="last")
 
 
 def version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
     """Yield the oldest and newest version of the answers' tokens: they differ if weights changed meanwhile."""
     if versions:
         tokens = np.concatenate(versions)
-        yield Metric("eval/oldest_version", float(tokens.min()), "min")
-        yield Metric("eval/newest_version", float(tokens.max()), "max")
+        yield Metric("eval/oldest_version", float(tokens.min()), "min", over_steps="last")
+        yield Metric("eval/newest_version", float(tokens.max()), "max", over_steps="last")

@@ -23,7 +23,7 @@ from functools import partial
 from async_rl.base.config import Config
 from async_rl.base.errors import RewardError, first_error
 from async_rl.base.messages.reports import WorkerReport
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import TIME, Metric
 from async_rl.base.telemetry.nvml import GpuSampler
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Sample
@@ -41,7 +41,8 @@ REPORT_INTERVAL_S = 0.5
 MOST_REPORTS_PER_S = 200.0
 """The most reports a second of all workers together. A report takes 0.7 ms of the driver (benchmarks/scale.py).
 With more than a hundred workers each reports less often."""
-_COUNTED = ("groups", "rows", "tokens", "failed", "aborted")
+_COUNTED = {"groups": "groups", "rows": "rows", "tokens": "tokens", "failed": "groups", "aborted": "groups"}
+"""The counts of a report by name, each with its unit."""
 
 
 class EvalWorker:
@@ -278,11 +279,12 @@ class Worker(EvalWorker):
         counts, self._counts = self._counts, Counter()
         task = self.player.task
         metrics = [
-            *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
-            *([Metric("rollout/epochs", self._granted / task.num_prompts, "max")] if self._granted else []),
-            Metric("rollout/in_flight", self._stats.in_flight),
+            *(Metric(f"rollout/{key}", counts[key], "sum", unit=unit) for key, unit in _COUNTED.items()),
+            Metric("rollout/in_flight", self._stats.in_flight, by=TIME, unit="groups"),
             Metric("rollout/skipped_long_prompts", task.skipped_long, "last"),
             *self._stats.drain_groups(),
             *report.metrics,
         ]
+        if self._granted:
+            metrics.append(Metric("rollout/epochs", self._granted / task.num_prompts, "max", over_steps="last"))
         return replace(report, metrics=tuple(metrics))

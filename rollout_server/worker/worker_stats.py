@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rl.base.config import Config
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import GROUPS, Metric
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span, State, Timeline
 from async_rl.base.types import Prompt
@@ -143,9 +143,9 @@ class WorkerStats:
             return []
         n = len(finished)
         return [
-            Metric("rollout/group_s", sum(seconds for seconds, _ in finished) / n, weight=n),
-            Metric("rollout/group_s_squared", sum(seconds**2 for seconds, _ in finished) / n, weight=n),
-            Metric("rollout/concurrency", sum(concurrency for _, concurrency in finished) / n, weight=n),
+            Metric("rollout/group_s", sum(seconds for seconds, _ in finished) / n, weight=n, by=GROUPS),
+            Metric("rollout/group_s_squared", sum(seconds**2 for seconds, _ in finished) / n, weight=n, by=GROUPS),
+            Metric("rollout/concurrency", sum(concurrency for _, concurrency in finished) / n, weight=n, by=GROUPS),
         ]
 
     def _change_in_flight(self, change: int) -> None:

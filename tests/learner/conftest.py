@@ -77,7 +77,7 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
         version = frames[0][0]
         batch = make_batch(seed=version, version=version)
         groups = tuple(dataclasses.replace(g, group_id=3 * version + g.group_id) for g in batch.groups)
-        return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
+        return dataclasses.replace(batch, groups=groups, gauges={"buffer/depth": 1.0})
 
     monkeypatch.setattr(learner_module, "decode_batch", decode)
     return client

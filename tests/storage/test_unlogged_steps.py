@@ -49,4 +49,4 @@ def test_a_restored_first_step_leaves_its_warm_up_out_of_the_times_of_the_run(tm
     resumed.append({"step": 4, "time/step_s": 5.0, "time/since_first_step_s": 5.0})
     records = [*restored_records(tmp_path, [1, 2], []), *resumed]
     assert seconds_at(records) == [0.0, 5.0, 5.0, 10.0]
-    assert over_steps(records).total("time/step_s") == 10.0
+    assert over_steps(records, {}).total("time/step_s") == 10.0

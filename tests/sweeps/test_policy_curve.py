@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.base.telemetry.metrics import LAST_BUCKET
 from async_rl.tools.sweeps.efficiency import effective_steps, why_unknown
-from async_rl.tools.sweeps.policy_curve import PolicyCurve, mean_rewards, policy_curve
+from async_rl.tools.sweeps.policy_curve import LAST_BUCKET, PolicyCurve, mean_rewards, policy_curve
 from async_rl.tools.sweeps.statistics import estimate
 from learner.algorithms.diagnostics import BUCKETS, batch_metrics
 from tests.kit.groups import batch_of, make_group, make_row

@@ -15,7 +15,18 @@ import pytest
 from async_rl.base.config.loading import load_config
 from async_rl.base.messages.reports import StepDone, WorkerReport
 from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.telemetry.metrics import KINDS, Metric, kind_of, over_steps, read_metrics, seconds_at
+from async_rl.base.telemetry.metrics import (
+    DECLARATIONS,
+    EPISODES,
+    TIME,
+    Declaration,
+    DeclarationFile,
+    Metric,
+    over_steps,
+    read_declarations,
+    read_metrics,
+    seconds_at,
+)
 from async_rl.base.telemetry.metrics_logger import format_summary
 from async_rl.base.telemetry.status import NORMAL_END, write_status
 from async_rl.base.telemetry.timeline import Span
@@ -27,7 +38,7 @@ from tests.kit.view.client import Client
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)
 """The first step includes the warm-up and counts in no figure."""
 BUSY_S = 0.3
-EPISODES = (8, 2, 6, 4, 4, 6, 2)
+ANSWERS = (8, 2, 6, 4, 4, 6, 2)
 TOKENS = (80, 200, 900, 100, 500, 300, 800)
 STALENESS = (0.0, 2.0, 0.5, 1.0, 1.5, 0.0, 1.0)
 REWARD = (9.0, 1.0, 0.25, 0.5, 0.75, 0.0, 1.0)
@@ -41,7 +52,7 @@ TOKENS_PER_S = sum(TOKENS[1:]) / SECONDS
 
 
 def over_episodes(values: tuple[float, ...]) -> float:
-    return math.fsum(v * n for v, n in zip(values[1:], EPISODES[1:], strict=True)) / sum(EPISODES[1:])
+    return math.fsum(v * n for v, n in zip(values[1:], ANSWERS[1:], strict=True)) / sum(ANSWERS[1:])
 
 
 def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, Any]:
@@ -61,9 +72,10 @@ def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, An
         )
         log.add("rollout/0", WorkerReport(spans=worker))
         metrics = (
-            Metric("reward/mean", REWARD[number]), Metric("staleness/mean", STALENESS[number]),
-            Metric("staleness/max", OLDEST[number], "max"), Metric("batch/episodes", EPISODES[number]),
-            Metric("batch/response_tokens", TOKENS[number]), Metric("time/train_s", BUSY_S),
+            Metric("reward/mean", REWARD[number], by="batch/episodes"),
+            Metric("staleness/mean", STALENESS[number], by="batch/episodes"),
+            Metric("staleness/max", OLDEST[number], "max"), Metric("batch/episodes", ANSWERS[number], "sum"),
+            Metric("batch/response_tokens", TOKENS[number], "sum"), Metric("time/train_s", BUSY_S),
         )  # fmt: skip
         busy_s = end_s - BUSY_S
         spans = (Span("learner/0", "wait_data", start_s, busy_s), Span("learner/0", "busy", busy_s, end_s))
@@ -95,7 +107,7 @@ def test_console_summary_page_and_report_show_the_same_numbers(
     expected = {
         "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT, "tokens_per_s": TOKENS_PER_S,
         "staleness_mean": over_episodes(STALENESS), "reward_mean": over_episodes(REWARD), "seconds": SECONDS,
-        "episodes_per_s": sum(EPISODES[1:]) / SECONDS, "staleness_max": max(OLDEST),
+        "episodes_per_s": sum(ANSWERS[1:]) / SECONDS, "staleness_max": max(OLDEST),
     }  # fmt: skip
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     table = format_summary(summary)
@@ -160,10 +172,11 @@ def test_the_summary_in_wandb_shows_that_number_too(tmp_path: Path) -> None:
 def test_a_resumed_run_counts_all_its_steps_and_the_warm_up_of_none(tmp_path: Path) -> None:
     run_with_uneven_steps(tmp_path / "uneven")
     records = read_metrics(tmp_path / "uneven" / "metrics.jsonl")
-    twice = over_steps([*records, *records])
+    declared = read_declarations(tmp_path / "uneven")
+    twice = over_steps([*records, *records], declared)
     assert twice.get("utilisation/learner") == pytest.approx(LEARNER)
-    assert twice.get("batch/episodes") == 2 * sum(EPISODES[1:])
-    assert over_steps(records[:1]).get("reward/mean") == 9.0  # there is no other step yet
+    assert twice.get("batch/episodes") == 2 * sum(ANSWERS[1:])
+    assert over_steps(records[:1], declared).get("reward/mean") == 9.0  # there is no other step yet
 
 
 def test_the_time_of_a_resumed_run_goes_on_without_the_first_steps_of_its_parts(tmp_path: Path) -> None:
@@ -186,37 +199,40 @@ def test_steps_that_were_restored_from_a_checkpoint_take_their_time() -> None:
         for since, step_s in zip(since_s, steps_s, strict=True)
     ]
     assert seconds_at(records) == [0.0, 10.0, 20.0, 30.0, 40.0, 40.0, 50.0]
-    assert over_steps(records).total("time/step_s") == 50.0
+    assert over_steps(records, {}).total("time/step_s") == 50.0
 
 
-def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
+def test_each_declaration_makes_one_number_of_several_steps() -> None:
+    declared = {
+        "gpu/learner": Declaration(by=TIME), "reward/mean": Declaration(by=EPISODES), EPISODES: Declaration("sum"),
+        "eval/x": Declaration("last"), "staleness/max": Declaration("max"), "low": Declaration("min"),
+        "variance": Declaration("median"),
+    }  # fmt: skip
     records = [
-        {"step": 1, "time/step_s": 1.0, "gpu/learner": 0.5, "batch/episodes": 1.0, "reward/mean": 4.0, "eval/x": 1.0},
-        {"step": 2, "time/step_s": 3.0, "gpu/learner": 0.1, "batch/episodes": 3.0, "reward/mean": 0.0, "eval/x": 2.0},
-        {"step": 3, "time/step_s": 4.0, "gpu/learner": None, "batch/episodes": 0.0, "staleness/max": 7.0, "my/x": 3.0},
-        {"step": 4, "staleness/max": 5.0, "my/x": 5.0, "offpolicy/is_weight_var": 9.0},
+        {"step": 1, TIME: 1.0, "gpu/learner": 0.5, EPISODES: 1.0, "reward/mean": 4.0, "eval/x": 1.0, "low": 2.0},
+        {"step": 2, TIME: 3.0, "gpu/learner": 0.1, EPISODES: 3.0, "reward/mean": 0.0, "eval/x": 2.0, "low": 1.0},
+        {"step": 3, TIME: 4.0, "gpu/learner": None, EPISODES: 0.0, "staleness/max": 7.0, "my/x": 3.0, "variance": 9.0},
+        {"step": 4, "staleness/max": 5.0, "my/x": 5.0, "variance": 1.0},
+        {"step": 5, "variance": 2.0},
     ]
-    found = over_steps(records).all()
-    assert found == pytest.approx({
-        "time/step_s": 8 / 3, "gpu/learner": 0.2, "batch/episodes": 4.0, "reward/mean": 1.0, "eval/x": 2.0,
-        "staleness/max": 7.0, "my/x": 4.0, "offpolicy/is_weight_var": 9.0,
+    assert over_steps(records, declared).all() == pytest.approx({
+        TIME: 8 / 3, "gpu/learner": 0.2, EPISODES: 4.0, "reward/mean": 1.0, "eval/x": 2.0, "staleness/max": 7.0,
+        "low": 1.0, "my/x": 4.0, "variance": 2.0,
     })  # fmt: skip
-    assert kind_of("rollout/epochs").how == "last"
-    assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
-    assert kind_of("by_staleness/3/reward").weight == "staleness/episodes_3"
-    assert kind_of("by_staleness/3/reward").weight_keys(["staleness/episodes_10"]) == ["staleness/episodes_3"]
-    assert kind_of("by_length/64/ess").weight == "by_length/64/tokens"
-    assert kind_of("by_length/64/reward").weight == "by_length/64/episodes"
-    assert kind_of("by_length/64/episodes").how == kind_of("by_length/64/tokens").how == "sum"
-    assert all(re.compile(pattern) for pattern, _ in KINDS)
 
 
-def test_the_last_bucket_of_staleness_counts_by_all_answers_that_are_as_old_or_older() -> None:
-    counts = ({"staleness/episodes_9": 50.0, "staleness/episodes_10": 1.0, "staleness/episodes_14": 2.0},
-              {"staleness/episodes_11": 1.0}, {"staleness/episodes_9": 4.0})  # fmt: skip
-    rewards = (1.0, 0.0, 9.0)
-    records = [found | {"by_staleness/10/reward": mean} for found, mean in zip(counts, rewards, strict=True)]
-    assert over_steps(records).get("by_staleness/10/reward") == pytest.approx(0.75)
+def test_declarations_are_kept_with_the_run_once_each_and_a_resume_goes_on(tmp_path: Path) -> None:
+    file = DeclarationFile(tmp_path, resumes=False)
+    file.add([Metric("a", 1.0, by=TIME), Metric("b", 1.0, "sum", over_steps="mean", unit="s")])
+    file.add([Metric("a", 2.0, by=TIME)])
+    with (tmp_path / DECLARATIONS).open("a") as half:
+        half.write('{"key": "c", "over')
+    expected = {"a": Declaration("mean", TIME), "b": Declaration("mean", unit="s")}
+    assert read_declarations(tmp_path) == expected
+    resumed = DeclarationFile(tmp_path, resumes=True)
+    resumed.add([Metric("a", 1.0, "max"), Metric("b", 1.0, "sum", over_steps="mean", unit="s"), Metric("c", 1.0)])
+    assert read_declarations(tmp_path) == expected | {"a": Declaration("max"), "c": Declaration()}
+    assert DeclarationFile(tmp_path, resumes=False).known == {}
 
 
 def test_an_evaluation_of_the_first_step_after_a_resume_counts(tmp_path: Path) -> None:
@@ -226,5 +242,5 @@ def test_an_evaluation_of_the_first_step_after_a_resume_counts(tmp_path: Path) -
         {"step": 5, "time/since_first_step_s": 0.0, "reward/mean": 0.75}, {"step": 5, "eval/accuracy": 1.0},
     ]  # fmt: skip
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = over_steps(read_metrics(file))
+    found = over_steps(read_metrics(file), {"eval/accuracy": Declaration("last")})
     assert (found.get("eval/accuracy"), found.get("reward/mean")) == (1.0, 0.5)

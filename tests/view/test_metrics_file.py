@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.base.telemetry.metrics import DeclarationFile, Metric
 from async_rl.tools.view.metrics_file import CHARTS, MAX_POINTS, MOST_STEPS, MetricsFile, thinned
 
 KEY = "reward/mean"
@@ -59,6 +60,7 @@ def test_tiles_show_the_first_and_the_last_steps_weighted_by_their_time(tmp_path
         for i in range(1, 2 * MOST_STEPS + 1)
     ]
     path.write_text(lines(*steps, {"step": 2, "eval/accuracy": 0.5}))
+    DeclarationFile(tmp_path, resumes=True).add([Metric("utilisation/learner", 0.5, by="time/step_s")])
     start, now, number = MetricsFile(path).refresh().start_and_now()
     assert number == 8
     assert now.get("time/step_s") == pytest.approx(4.7)
@@ -77,7 +79,7 @@ def test_an_alarm_is_on_by_its_newest_value(tmp_path: Path) -> None:
 
 def test_long_lines_are_thinned_to_means_and_largest_values() -> None:
     points = [(float(step), float(step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
-    shown = thinned("utilisation/learner", points)
+    shown = thinned(points)
     assert (len(shown["step"]), shown["step"][-1], shown["value"][-1]) == (MAX_POINTS, 2.0 * MAX_POINTS, 0.5)
-    assert thinned("staleness/max", points)["value"][-1] == 1.0
-    assert thinned("utilisation/learner", points[:2]) == {"step": [1.0, 2.0], "value": [1.0, 0.0]}
+    assert thinned(points, max)["value"][-1] == 1.0
+    assert thinned(points[:2]) == {"step": [1.0, 2.0], "value": [1.0, 0.0]}

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from async_rl.base.config import Config
 from async_rl.base.telemetry.examples import Example
-from async_rl.base.telemetry.metrics import Figures, over_steps, read_metrics
+from async_rl.base.telemetry.metrics import (
+    DeclarationFile,
+    Figures,
+    Metric,
+    over_steps,
+    read_metrics,
+    reduce_metrics,
+)
 from async_rl.base.telemetry.trackers import (
     TensorboardRun,
     TrackioRun,
@@ -37,8 +45,9 @@ class MetricsLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         past = read_metrics(path) if config.run.resume and path.exists() else []
+        self._declarations = DeclarationFile(run_dir, resumes=bool(config.run.resume))
         self._started_s -= max((record.get("time/written_at_s") or 0.0 for record in past), default=0.0)
-        self.figures: Figures = over_steps(past)
+        self.figures: Figures = over_steps(past, self._declarations.known)
         """The figures of all steps that the run has logged, also before a resume."""
         self._file = path.open("a" if config.run.resume else "w", encoding="utf-8")
         self._console = Console(highlight=False, markup=False, emoji=False)
@@ -55,15 +64,20 @@ class MetricsLogger:
         )
         self._trackers = [tracker for tracker in trackers if tracker]
 
+    def reduce(self, metrics: Sequence[Metric]) -> dict[str, float]:
+        """Return {key: value} of all metrics of a step or an evaluation, and keep their declarations with the run."""
+        self._declarations.add(metrics)
+        return reduce_metrics(metrics)
+
     def log(self, step: int, values: dict[str, float], examples: Sequence[Example] = ()) -> None:
         """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
-        self._write({"step": step, "time/written_at_s": self._written_at_s(), **values}, examples)
+        self._write({"step": step, **self._written_at("time"), **values}, examples)
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
     def log_eval(self, version: int, values: dict[str, float]) -> None:
         """Write the metrics of an evaluation as a line of its own, because it may end after its step was written."""
-        self._write({"step": version, "eval/written_at_s": self._written_at_s(), **values})
+        self._write({"step": version, **self._written_at("eval"), **values})
         self.note(format_step(version, self._steps, values))
 
     def begin_lineage(self) -> None:
@@ -75,9 +89,10 @@ class MetricsLogger:
         """Write the record of a step that was trained but not logged before the run was resumed."""
         self._write({key: math.nan if value is None else value for key, value in record.items()})
 
-    def log_late(self, version: int, values: dict[str, float]) -> None:
+    def log_late(self, version: int, metrics: Sequence[Metric]) -> None:
         """Write metrics that arrived after the line of their step, as a line of its own with keys `late/...`."""
-        self._write({"step": version, **{f"late/{key}": value for key, value in values.items()}})
+        late = [replace(metric, key=f"late/{metric.key}", over_steps="last") for metric in metrics]
+        self._write({"step": version, **self.reduce(late)})
 
     def note(self, text: str) -> None:
         """Print one line on the console, above the progress bar."""
@@ -98,9 +113,10 @@ class MetricsLogger:
         for tracker in self._trackers:
             tracker.log(record)
 
-    def _written_at_s(self) -> float:
-        """Return the seconds that the run has trained until now, which is when its next line is written."""
-        return round(time.monotonic() - self._started_s, 3)
+    def _written_at(self, path: str) -> dict[str, float]:
+        """Return the metric of when the next line is written, in seconds of all the time that the run has trained."""
+        written_at_s = round(time.monotonic() - self._started_s, 3)
+        return self.reduce([Metric(f"{path}/written_at_s", written_at_s, "last", unit="s")])
 
     def close(self) -> None:
         self._bar.stop()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rl.base.telemetry.metrics import kind_of, read_metrics
+from async_rl.base.telemetry.metrics import Declaration, read_declarations, read_metrics
 from async_rl.base.telemetry.timeline import STATES, Span, State, state_changes
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 Series = tuple[list[float], list[float], list[float]]
 """The steps of a metric, its values at these steps, and their weights in a mean over steps."""
 
-Records = list[dict[str, float | None]]
+SHOWN = (
+    "reward/mean", "eval/accuracy", "staleness/max", "staleness/mean", "utilisation/learner", "utilisation/rollout"
+)  # fmt: skip
+"""The metrics in the plot of the learning curve."""
 
 
 def plot_learning_curve(run_dir: str | Path) -> Path | None:
@@ -29,8 +32,9 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     from matplotlib.figure import Figure  # without pyplot, whose backend and figures are those of the user's process
 
     run_dir = Path(run_dir)
-    records = read_metrics(run_dir / "metrics.jsonl")
-    reward, accuracy = _series(records, "reward/mean"), _series(records, "eval/accuracy")
+    records, declared = read_metrics(run_dir / "metrics.jsonl"), read_declarations(run_dir)
+    series = {key: _series(records, key, declared.get(key, Declaration()).by) for key in SHOWN}
+    reward, accuracy = series["reward/mean"], series["eval/accuracy"]
     if not reward[0] and not accuracy[0]:
         return None
     figure = Figure(figsize=(8, 9), layout="constrained")
@@ -38,8 +42,11 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     span = 1 if len(reward[0]) < 20 else len(reward[0]) // 12
     figure.suptitle(plain(run_dir.name) + (f"   (bold: average of about {span} steps)" if span > 1 else ""))
     _draw_reward(top, reward, accuracy, span)
-    _draw_staleness(middle, records, span)
-    _draw_utilisation(bottom, records, span)
+    _draw_staleness(middle, series["staleness/max"], series["staleness/mean"], span)
+    for pool, color, style in (("learner", BLUE, "-"), ("rollout", GREEN, "--")):
+        _draw_line(bottom, series[f"utilisation/{pool}"], span, color, style, pool)
+    bottom.set_ylabel("utilisation, share of time")
+    bottom.set_ylim(-0.03, 1.03)
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -87,19 +94,11 @@ def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> Non
     axes.set_ylabel("reward, accuracy")
 
 
-def _draw_staleness(axes: Axes, records: Records, span: int) -> None:
-    maximum, mean = _series(records, "staleness/max"), _series(records, "staleness/mean")
+def _draw_staleness(axes: Axes, maximum: Series, mean: Series, span: int) -> None:
     axes.plot(*maximum[:2], color=ORANGE, linestyle="none", marker="o", markersize=3, zorder=3, label="max")
     _draw_line(axes, mean, span, BLUE, "-", "mean over episodes")
     axes.set_ylabel("staleness, versions")
     axes.set_ylim(bottom=-0.1, top=max([1.0, *maximum[1], *mean[1]]) * 1.15)
-
-
-def _draw_utilisation(axes: Axes, records: Records, span: int) -> None:
-    for pool, color, style in (("learner", BLUE, "-"), ("rollout", GREEN, "--")):
-        _draw_line(axes, _series(records, f"utilisation/{pool}"), span, color, style, pool)
-    axes.set_ylabel("utilisation, share of time")
-    axes.set_ylim(-0.03, 1.03)
 
 
 def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, label: str) -> None:
@@ -110,9 +109,10 @@ def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, la
     axes.plot(steps, smooth(values, weights, span), color=color, linestyle=style, linewidth=2, label=label)
 
 
-def _series(records: Records, key: str) -> Series:
+def _series(records: Sequence[Mapping[str, float | None]], key: str, by: str) -> Series:
+    """Return a metric with the values of the metric `by` as weights; if there are none, every step has weight 1."""
     measured = [(record, value) for record in records if (value := record.get(key)) is not None]
-    weights = [record.get(kind_of(key).weight) or 0.0 for record, _ in measured]
+    weights = [record.get(by) or 0.0 for record, _ in measured]
     if not any(weights):
         weights = [1.0] * len(measured)
     return [record["step"] or 0.0 for record, _ in measured], [value for _, value in measured], weights

@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Self, get_args
 
+from async_rl.base.telemetry.metrics import TIME, Metric
+
 State = Literal["busy", "wait_data", "wait_weights", "sync", "eval", "checkpoint", "other"]
 STATES: tuple[State, ...] = get_args(State)
 
@@ -149,7 +151,7 @@ class Usage:
             }
         return shares
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> list[Metric]:
         """Return the metrics of utilisation. The kind of a pool is the part of its name before `/`.
 
         `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean
@@ -165,7 +167,8 @@ class Usage:
                 values[key] = fmean(pool[state] for pool in pools)
         if shares:
             values["utilisation/total"] = fmean(of_pool["busy"] for of_pool in shares.values())
-        return values | {key: total / number for key, (total, number) in self._samples.items()}
+        values |= {key: total / number for key, (total, number) in self._samples.items()}
+        return [Metric(key, value, by=TIME, unit="share") for key, value in values.items()]
 
 
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:

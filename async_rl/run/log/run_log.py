@@ -25,12 +25,12 @@ from async_rl.base.run_dir.checkpoints import (
 from async_rl.base.run_dir.resuming import kept_resumes, write_config
 from async_rl.base.run_dir.run_dir import accepted_rules
 from async_rl.base.telemetry.metrics import (
-    SHARES,
+    TIME,
+    TOKENS,
     Figures,
     Metric,
     folded,
     read_metrics,
-    reduce_metrics,
     trained_tokens,
 )
 from async_rl.base.telemetry.metrics_logger import MetricsLogger, named_results
@@ -40,6 +40,8 @@ from async_rl.run.processes.signals import StepListener
 from async_rl.run.watch.watcher import Finding, Watcher, limits_of
 
 Values = dict[str, float]
+SHARES = ("utilisation/", "occupancy/", "gpu/")
+"""The beginnings of the keys of metrics that say how busy the pools were."""
 MOST_METRICS = 2**16
 """The most metrics that are kept apart until a step ends; beyond that, metrics of one key become one. Workers report
 twice a second, also while a pause holds the learner for days."""
@@ -127,13 +129,14 @@ class RunLog:
     def _note_values(self, version: int, values: Values) -> Values:
         """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
 
-        Returns the metrics `alarm/<rule>`, 1 or 0, of the rules that were checked.
+        Returns the values of the metrics `alarm/<rule>`, 1 or 0, of the rules that were checked.
         """
         self.results.add(version, values)
         if "eval/accuracy" in values:
             self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
         found = self._finding = self.watcher.add(version, values)
-        return {f"alarm/{name}": float(is_broken) for name, is_broken in found.states.items()} if found else {}
+        states = found.states if found else {}
+        return self.logger.reduce([Metric(f"alarm/{name}", float(is_on), "max") for name, is_on in states.items()])
 
     def _tell_findings(self) -> None:
         """Say which alarms began or ended with the step or evaluation that was logged."""
@@ -180,7 +183,7 @@ class RunLog:
                     last = f"step {report.version} was the last"
                     self.logger.note(f"training ends: {report.reason or last}")
                     if report.metrics:
-                        self.logger.log_late(report.version, reduce_metrics(report.metrics))
+                        self.logger.log_late(report.version, report.metrics)
             case WorkerReport():
                 spans = self.timeline.add(report)
                 self.add_metrics(report.metrics)
@@ -250,7 +253,7 @@ class RunLog:
         """
         for report in reports:
             self.timeline.add(report)
-        values = reduce_metrics(m for report in reports for m in report.metrics if m.key.startswith("eval/"))
+        values = self.logger.reduce([m for report in reports for m in report.metrics if m.key.startswith("eval/")])
         if values:
             version = reports[0].version
             values |= self._note_values(version, values)
@@ -276,17 +279,18 @@ class RunLog:
 
     def _close_step(self, step: _OpenStep) -> None:
         report, end_s = step.report, step.end_s
-        values = reduce_metrics([*report.metrics, *self._since_step])
-        self._since_step.clear()
+        since_step, self._since_step = self._since_step, []
         is_first = not self.timeline.step_ends_s
         if not is_first:
             end_s = max(end_s, self.timeline.step_ends_s[-1])
-        values.update(self.timeline.end_step(end_s).metrics())
-        values["time/since_first_step_s"] = end_s - self.timeline.step_ends_s[0]
-        if not is_first and end_s > self.timeline.step_ends_s[-2]:
-            values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
-        if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
-            values["throughput/trained_tokens_per_s"] = trained_tokens(values) / step_s
+        usage, step_ends_s = self.timeline.end_step(end_s), self.timeline.step_ends_s
+        since_first = Metric("time/since_first_step_s", end_s - step_ends_s[0], "last", unit="s")
+        values = self.logger.reduce([*report.metrics, *since_step, *usage.metrics(), since_first])
+        if not is_first and end_s > step_ends_s[-2]:
+            values[TIME] = end_s - step_ends_s[-2]
+        if (step_s := values.get(TIME)) and TOKENS in values:
+            rate = Metric("throughput/trained_tokens_per_s", trained_tokens(values) / step_s, by=TIME, unit="tokens/s")
+            values |= self.logger.reduce([rate])
         self.version = report.version
         if is_first:
             self.timeline.first_step = report.version

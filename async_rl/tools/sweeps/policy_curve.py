@@ -12,13 +12,16 @@ staleness, are left out: only their fastest groups have arrived, whose rewards a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from async_rl.base.telemetry.metrics import LAST_BUCKET, seconds_at, staleness_counted
+from async_rl.base.telemetry.metrics import seconds_at
 
 Step = Mapping[str, float | None]
+LAST_BUCKET = 10
+"""`by_staleness/10/reward` is the mean reward of all answers that are so old or older."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ def _by_staleness(step: Step) -> Iterator[tuple[int, float, float]]:
     Answers of LAST_BUCKET and older share their mean reward; each of them counts for its own version.
     """
     for key, episodes in step.items():
-        if (staleness := staleness_counted(key)) is not None and episodes:
+        if (found := re.fullmatch(r"staleness/episodes_(\d+)", key)) and episodes:
+            staleness = int(found[1])
             reward = step.get(f"by_staleness/{min(staleness, LAST_BUCKET)}/reward")
             if reward is not None:
                 yield staleness, episodes, reward

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import ConfigError
+from async_rl.base.telemetry.metrics import Declaration
 from async_rl.tools.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.tools.sweeps.plan import Measured, compare
 from async_rl.tools.sweeps.plots import CAPTIONS, draw_all
@@ -108,9 +109,10 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 
 
 def write_report(folder: Path) -> str:
-    """Write table.md, {runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
+    """Write table.md, {runs,evals,metrics}.csv, plots/*.png and report.html into `folder`; return the text to print.
 
-    If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md and the plots.
+    If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md, metrics.csv and the
+    plots.
 
     Raises:
         ConfigError: the folder holds no finished run, or can't be written to.
@@ -217,7 +219,10 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
 
 
 def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
-    """Write runs.csv, a line of values for every run, and evals.csv, a line for every held-out evaluation."""
+    """Write runs.csv, a line of values for every run, evals.csv, a line for every held-out evaluation, and metrics.csv.
+
+    metrics.csv has a line for every metric: how it is reduced over steps, its unit, and its figure in each run.
+    """
     runs = [run for row in rows for run in row.runs]
     settings = [STALENESS, *(key for key, _ in rows[0].series)]
     axes = [*settings, SEED]
@@ -231,6 +236,15 @@ def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
         for run in runs for version, seconds, accuracy in run.evals
     ]
     _write_csv(folder / "evals.csv", [*axes, "version", "seconds", "accuracy"], evals)
+    figures = [run.figures.all() for run in runs]
+    declared = {key: each for run in runs for key, each in run.declarations.items()}
+    labels = [" ".join(f"{axis}={run.labels[axis]}" for axis in axes) for run in runs]
+    lines = []
+    for key in sorted({key for of_run in figures for key in of_run}):
+        each = declared.get(key, Declaration())
+        how = f"{each.over_steps} by {each.by}" if each.by else each.over_steps
+        lines.append([key, how, each.unit, *(f"{of_run.get(key, math.nan):.6g}" for of_run in figures)])
+    _write_csv(folder / "metrics.csv", ["metric", "over steps", "unit", *labels], lines)
 
 
 def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
@@ -250,12 +264,22 @@ def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictu
     shown = [f'<div class="wide">{table.html()}</div>' for table in tables]
     parts = [
         f"<h1>{name}</h1>", *said[:1], *figures[:1], *said[1:], *shown[:2], *figures[1:], *shown[2:],
-        *(f'<p class="note">{html.escape(note)}</p>' for note in NOTES), _origin(folder),
+        *(f'<p class="note">{html.escape(note)}</p>' for note in NOTES), _every_metric(folder), _origin(folder),
     ]  # fmt: skip
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
         f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _every_metric(folder: Path) -> str:
+    """Return metrics.csv as a table that is folded up; "" without the file."""
+    if not (folder / "metrics.csv").is_file():
+        return ""
+    with (folder / "metrics.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    table = Table(header, rows).html()
+    return f'<details><summary>Every metric</summary><div class="wide">{table}</div></details>'
 
 
 def _origin(folder: Path) -> str:

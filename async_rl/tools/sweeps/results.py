@@ -14,7 +14,14 @@ import numpy as np
 from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
-from async_rl.base.telemetry.metrics import Figures, over_steps, read_metrics, seconds_at
+from async_rl.base.telemetry.metrics import (
+    Declaration,
+    Figures,
+    over_steps,
+    read_declarations,
+    read_metrics,
+    seconds_at,
+)
 from async_rl.tools.sweeps.cells import (
     SEED,
     STALENESS,
@@ -79,7 +86,12 @@ class Run:
     @cached_property
     def figures(self) -> Figures:
         """The figure of each metric over the steps, see async_rl/base/telemetry/metrics.py."""
-        return over_steps(self.steps)
+        return over_steps(self.steps, self.declarations)
+
+    @cached_property
+    def declarations(self) -> dict[str, Declaration]:
+        """How each metric is reduced over steps, and its unit, as the run has declared it."""
+        return read_declarations(self.folder)
 
     def figure(self, key: str) -> float:
         """Return the figure of the metric `key` over the steps; nan if none has measured it."""

@@ -139,7 +139,8 @@ def run_page(request: Request) -> Response:
     start, now, first_steps = run.metrics.start_and_now()
     facts = {
         "start": start.get, "now": now.get, "first_steps": first_steps, "metrics": run.metrics,
-        "time_left_s": run.time_left_s, "colors": STATE_COLORS, "samples": samples(run),
+        "every_metric": run.metrics.every_metric(), "time_left_s": run.time_left_s, "colors": STATE_COLORS,
+        "samples": samples(run),
     }  # fmt: skip
     return _page(request, "run.html", facts, run, "run")
 

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean as mean
+from statistics import fmean
 from typing import Any
 
-from async_rl.base.telemetry.metrics import Figures, kind_of, over_steps
+from async_rl.base.telemetry.metrics import Declaration, Figures, over_steps, read_declarations
 
 BLOCK_BYTES = 8 * 2**20
 MAX_POINTS = 600
@@ -38,19 +40,31 @@ CHARTS: tuple[dict[str, Any], ...] = (
 """The charts of a run: the metrics on its left and right axis, and the left one's ends (None: by the data) and format
 for Bokeh's NumeralTickFormatter."""
 _LINES = {key for chart in CHARTS for key, _ in (*chart["lines"], *chart.get("right", ()))}
-KEYS = _LINES | {"time/written_at_s", "time/since_first_step_s", "batch/episodes", "batch/response_tokens"}
-"""The metrics that are kept, and all that begin with `alarm/`. Those behind _LINES weigh the others in means."""
+KEYS = _LINES | {"time/written_at_s", "time/since_first_step_s"}
+"""The metrics whose values at each step are kept, with those that weigh them, and all that begin with `alarm/`."""
+_PLAIN = Declaration()
 
 
 class MetricsFile:
-    """The metrics of one run by key and step. Thread-safe. A resume replaces the file, which is then read anew."""
+    """The metrics of one run. Thread-safe. A resume replaces the file, which is then read anew.
+
+    The values at each step are kept for the charts alone. Every metric has its last value, and its figure over the
+    last MOST_STEPS lines of the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._inode = -1
+        self._forget()
+
+    def _forget(self) -> None:
         self._offset = 0
         self._values: dict[str, dict[float, float]] = {}
+        self._last: dict[str, float] = {}
+        self._recent: deque[dict[str, float]] = deque(maxlen=MOST_STEPS)
+        self._declared: dict[str, Declaration] = {}
+        self._kept = KEYS
 
     def refresh(self) -> MetricsFile:
         """Read the lines that were added since the last call. Returns this object."""
@@ -65,7 +79,11 @@ class MetricsFile:
     def _read(self, file: Any) -> None:
         found = os.fstat(file.fileno())
         if found.st_ino != self._inode or found.st_size < self._offset:
-            self._inode, self._offset, self._values = found.st_ino, 0, {}
+            self._inode = found.st_ino
+            self._forget()
+        if found.st_size > self._offset:
+            self._declared = read_declarations(self._path.parent)
+            self._kept = KEYS | {self._declared.get(key, _PLAIN).by for key in KEYS}
         file.seek(self._offset)
         rest = b""
         while block := file.read(BLOCK_BYTES):
@@ -80,10 +98,13 @@ class MetricsFile:
             step = float(record["step"])
         except (ValueError, TypeError, KeyError):
             return  # a damaged line: its step is missing in the charts
-        for key, value in record.items():
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and (key in KEYS or key.startswith("alarm/")):
-                self._values.setdefault(key, {})[step] = float(value)
+        numbers = ((key, value) for key, value in record.items() if isinstance(value, int | float) and key != "step")
+        values = {key: float(value) for key, value in numbers if math.isfinite(value)}
+        self._last |= values
+        self._recent.append(values)
+        for key, value in values.items():
+            if key in self._kept or key.startswith("alarm/"):
+                self._values.setdefault(key, {})[step] = value
 
     def values(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of one metric in the order of the steps; the later of two values of one step counts."""
@@ -107,11 +128,12 @@ class MetricsFile:
         The first ones are a fifth of all steps. Both are at most MOST_STEPS.
         """
         with self._lock:
+            declared = dict(self._declared)
             steps = sorted(self._values.get("time/written_at_s", {}))
             number = max(1, min(MOST_STEPS, len(steps) // 5))
             parts = steps[:number], steps[-MOST_STEPS:]
             start, now = (
-                over_steps({key: of_key.get(step) for key, of_key in self._values.items()} for step in part)
+                over_steps(({key: of_key.get(step) for key, of_key in self._values.items()} for step in part), declared)
                 for part in parts
             )
         return start, now, number
@@ -132,21 +154,38 @@ class MetricsFile:
         found = []
         for chart in CHARTS:
             lines = [
-                {"name": name, "is_right": side == "right", **thinned(key, points)}
+                {"name": name, "is_right": side == "right", **thinned(points, self._joined(key))}
                 for side in ("lines", "right") for key, name in chart.get(side, ()) if (points := self.values(key))
             ]  # fmt: skip
             found.append({"axis": (None, None), **chart, "lines": lines})
         return found
 
 
-def thinned(key: str, points: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    def _joined(self, key: str) -> Callable[[Iterable[float]], float]:
+        """Return what makes one value of the values of several steps in a chart: `max` for a largest value."""
+        return max if self._declared.get(key, _PLAIN).over_steps == "max" else fmean
+
+    def every_metric(self) -> list[dict[str, Any]]:
+        """Return the fields of the declaration of every metric, its `key`, its `last` value and its `figure`.
+
+        A metric that is not in the last MOST_STEPS lines has the figure None.
+        """
+        with self._lock:
+            figures = over_steps(self._recent, self._declared)
+            return [
+                {"key": key, "last": value, "figure": figures.get(key), **asdict(self._declared.get(key, _PLAIN))}
+                for key, value in sorted(self._last.items())
+            ]
+
+
+def thinned(
+    points: Sequence[tuple[float, float]], joined: Callable[[Iterable[float]], float] = fmean
+) -> dict[str, list[float]]:
     """Return the lists `step` and `value` of at most MAX_POINTS points.
 
-    A point for several steps has the last of them, and their mean, or the largest value of a metric such as
-    `staleness/max`.
+    A point for several steps has the last of them, and `joined` makes its value of theirs.
     """
     stride = math.ceil(len(points) / MAX_POINTS)
-    joined = max if kind_of(key).how == "max" else mean
     parts = [points[at : at + stride] for at in range(0, len(points), max(1, stride))]
     values = [float(f"{joined([value for _, value in part]):.5g}") for part in parts]
     return {"step": [part[-1][0] for part in parts], "value": values}

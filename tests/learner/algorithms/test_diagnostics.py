@@ -213,7 +213,8 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
     old, young = make_row([5, 6, 7], [-1.0] * 3, 1.0), make_row([5], [-1.0], 0.0, version=4)
     old.versions[:] = [2, 3, 3]
     group = make_group(0, [3, 4], [old, young], version=2)
-    batch = batch_of(group, version=5, finished_versions=(4,), counters={"buffer/depth": 7.0})
+    counted = {"counters": {"buffer/trained": 9.0}, "gauges": {"buffer/depth": 7.0}}
+    batch = batch_of(group, version=5, finished_versions=(4,), **counted)
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
     named = replace(old, rewards={"right": 1.0, "right/tests": 3.0}), replace(
         young, rewards={"right": 0.5}
@@ -240,8 +241,11 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "batch/episodes": 2.0,
         "batch/response_tokens": 4.0,
         "buffer/depth": 7.0,
+        "buffer/trained": 9.0,
+        "by_staleness/1/episodes": 1.0,
         "by_staleness/1/reward": 0.0,
         "by_staleness/1/response_length": 1.0,
+        "by_staleness/3/episodes": 1.0,
         "by_staleness/3/reward": 1.0,
         "by_staleness/3/response_length": 3.0,
         "by_length/1/episodes": 1.0,

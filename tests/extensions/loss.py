@@ -8,7 +8,7 @@ from pydantic import Field
 
 from async_rl.base.config.section import section
 from async_rl.base.seams import Loss
-from learner.algorithms.losses import LossInputs, LossOutput
+from learner.algorithms.losses import LossInputs, LossOutput, TokenMetric
 
 
 @section("algorithm.params")
@@ -23,7 +23,8 @@ def policy_gradient(x: LossInputs, settings: PolicyGradientSettings) -> LossOutp
     """L = -clip(A, -bound, bound) log p. The metric `loss/bounded_fraction` is the share of tokens at the bound."""
     advantages = x.advantages.clamp(-settings.bound, settings.bound)
     bounded = advantages != x.advantages
-    return LossOutput(-advantages * x.logprobs, bounded, {"bounded_fraction": bounded.double()})
+    share = TokenMetric(bounded.double(), by="batch/response_tokens", unit="share")
+    return LossOutput(-advantages * x.logprobs, bounded, {"bounded_fraction": share})
 
 
 POLICY_GRADIENT = Loss(function=policy_gradient, settings=PolicyGradientSettings)

@@ -111,8 +111,8 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 def write_report(folder: Path) -> str:
     """Write table.md, {runs,evals,metrics}.csv, plots/*.png and report.html into `folder`; return the text to print.
 
-    If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md, metrics.csv and the
-    plots.
+    If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md, metrics.csv
+    and the plots.
 
     Raises:
         ConfigError: the folder holds no finished run, or can't be written to.

@@ -322,7 +322,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     metrics = [
         of_episodes("reward/mean", rewards.mean()),
         of_episodes("reward/std", rewards.std()),
-        Metric(EPISODES, len(episodes), "sum", unit="episodes"),
+        Metric(EPISODES, float(len(episodes)), "sum", unit="episodes"),
         Metric(TOKENS, float(lengths.sum()), "sum", unit="tokens"),
         of_episodes("response/length_mean", lengths.mean(), "tokens"),
         Metric("response/length_max", float(lengths.max()), "max", unit="tokens"),

@@ -208,7 +208,7 @@ def test_each_declaration_makes_one_number_of_several_steps() -> None:
         "eval/x": Declaration("last"), "staleness/max": Declaration("max"), "low": Declaration("min"),
         "variance": Declaration("median"),
     }  # fmt: skip
-    records = [
+    records: list[dict[str, float | None]] = [
         {"step": 1, TIME: 1.0, "gpu/learner": 0.5, EPISODES: 1.0, "reward/mean": 4.0, "eval/x": 1.0, "low": 2.0},
         {"step": 2, TIME: 3.0, "gpu/learner": 0.1, EPISODES: 3.0, "reward/mean": 0.0, "eval/x": 2.0, "low": 1.0},
         {"step": 3, TIME: 4.0, "gpu/learner": None, EPISODES: 0.0, "staleness/max": 7.0, "my/x": 3.0, "variance": 9.0},

@@ -45,10 +45,10 @@ def metrics_of_step(step: int) -> list[Metric]:
     """Return the metrics that the learner makes of what the loss has returned for two micro-batches."""
     sums = MetricAccumulator()
     for number, surprises in enumerate(SURPRISES[step]):
-        x = SimpleNamespace(
+        x: Any = SimpleNamespace(
             logprobs=-torch.tensor(surprises), advantages=torch.ones(2), trained=torch.tensor([True, number == 0])
         )
-        add_loss_metrics(sums, SURPRISING.function(x).metrics, x.trained)
+        add_loss_metrics(sums, surprising(x).metrics, x.trained)
         sums.add(policy_tokens=x.trained.sum())
     return loss_metrics(sums, sums.reduce())
 

@@ -27,7 +27,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-from async_rl.base.run_dir.whole_file import write_whole
+from async_rl.base.run_dir.files import write_whole
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 OverSteps = Literal["mean", "sum", "max", "min", "last", "median"]

@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from zlib import crc32
 
-from rollout_server.episodes.conversation.messages import Schema
+from rollout_server.episodes.conversation.chat_messages import Schema
 from rollout_server.episodes.conversation.reply_reader import Parsed
 
 MEAN_S = 1.0

@@ -28,7 +28,7 @@ from learner.loop.checkpointing import Checkpointer
 from learner.loop.evaluations import Evaluations
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.pusher import open_pushers
-from learner.loop.ranks import DriverRequests, GpuTurns, init_distributed, start_limit
+from learner.loop.ranks import DriverRequests, SharedGpus, init_distributed, start_limit
 from learner.loop.updater import Updater
 from learner.models.policy import due_folders, save_policy
 
@@ -73,7 +73,7 @@ class Learner:
         self.servers = {pool: pusher.membership for pool, pusher in pushers.items()}
         """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
         """
-        self.gpu_turns = GpuTurns()
+        self.shared_gpus = SharedGpus()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = pushers["rollout"]
         self.evaluations = Evaluations(config, rank, self._timeline, pushers.get("eval"))
@@ -156,7 +156,7 @@ class Learner:
             events: list[LearnerReport] = []
             if is_last or self.version % config.weight_sync.every_steps == 0:
                 events = yield from self._publish(taken, is_last)
-            self.gpu_turns.end_step()
+            self.shared_gpus.end_step()
 
             # checkpoint
             if config.checkpoint.every_steps and (is_last or self.version % config.checkpoint.every_steps == 0):
@@ -191,7 +191,7 @@ class Learner:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
         self.evaluations.await_end(self.version + 1)
         with self._timeline.span("wait_weights", "server start"):
-            self.gpu_turns.begin_step(start_limit(self.config.timeouts))
+            self.shared_gpus.begin_step(start_limit(self.config.timeouts))
             dist.barrier()
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:

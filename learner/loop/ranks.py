@@ -74,7 +74,7 @@ class DriverRequests:
         return NoBatch("paused") if self._is_paused else None
 
 
-class GpuTurns:
+class SharedGpus:
     """Lets either the learner take a step or lost servers start again. A server measures the free memory of its GPU.
 
     One that starts in the middle of a step would have a small KV cache for the rest of the run, or none. The driver

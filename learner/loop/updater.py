@@ -47,7 +47,7 @@ from learner.algorithms.objective import Objective
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
-from learner.memory.plan import decide_checkpointing
+from learner.memory.memory_plan import decide_gradient_checkpointing
 from learner.models.network import open_critic
 from learner.models.policy import Reference, layout_of, open_policy, shard
 from learner.models.reward_model import RewardModel
@@ -73,7 +73,7 @@ class Updater:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
-        checkpoints = decide_checkpointing(config, device)
+        checkpoints = decide_gradient_checkpointing(config, device)
         self.objective = Objective(config)
         self.device = device
         torch.manual_seed(config.run.seed)

@@ -22,7 +22,7 @@ from async_rl.base.errors import ConfigError, raised_at
 from async_rl.base.models_and_data.model_folder import end_tokens
 from async_rl.base.seams import import_object
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import Message, Schema
+from rollout_server.episodes.conversation.chat_messages import Message, Schema
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Reply, Session, SessionLimits

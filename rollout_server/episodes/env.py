@@ -16,7 +16,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import import_object
 from async_rl.base.types import Prompt
-from rollout_server.episodes.conversation.messages import Message
+from rollout_server.episodes.conversation.chat_messages import Message
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
 

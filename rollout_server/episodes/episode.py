@@ -13,7 +13,7 @@ from async_rl.base.telemetry.metrics import ENDED_EPISODES, Metric
 from async_rl.base.types import BoolArray, EpisodeEnd, EpisodeFacts, FloatArray, IntArray, Row
 
 if TYPE_CHECKING:
-    from rollout_server.episodes.conversation.messages import Message
+    from rollout_server.episodes.conversation.chat_messages import Message
 
 End = Literal[EpisodeEnd, "failed"]
 ENDS: tuple[End, ...] = get_args(End)

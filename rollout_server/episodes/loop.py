@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from async_rl.base.errors import AsyncRLError, shown
 from async_rl.base.types import MAX_METRICS, MAX_NAME_CHARS
-from rollout_server.episodes.conversation.messages import Message, plain_messages, tools_text
+from rollout_server.episodes.conversation.chat_messages import Message, plain_messages, tools_text
 from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
 from rollout_server.episodes.conversation.session import EpisodeOver, Session
 from rollout_server.episodes.env import Env, Step
@@ -349,7 +349,7 @@ def _messages(messages: Any) -> list[Message]:
     if isinstance(messages, str | Mapping):
         raise EpisodeFailedError(
             f"the environment's messages must be a list of messages, got {messages!r:.200}. One message is "
-            "[user('its text')], with `user` of rollout_server.episodes.conversation.messages"
+            "[user('its text')], with `user` of rollout_server.episodes.conversation.chat_messages"
         )
     try:
         return plain_messages(messages)

@@ -26,7 +26,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from async_rl.base.errors import AsyncRLError
-from rollout_server.episodes.conversation.messages import Message, Schema, plain_messages
+from rollout_server.episodes.conversation.chat_messages import Message, Schema, plain_messages
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 
 MAX_BODY_BYTES = 16 * 2**20

@@ -15,7 +15,7 @@ from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.episode import Episode, WholeRow
 
 if TYPE_CHECKING:
-    from rollout_server.episodes.conversation.messages import Message
+    from rollout_server.episodes.conversation.chat_messages import Message
 
 GenerateReplies = Callable[[GenerationRequest], Awaitable[list[SampledReply]]]
 """Sends a request to the engine and returns its replies."""

@@ -20,7 +20,7 @@ from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.cli import main
 from async_rl.run.before_start.dry_run import dry_run
 from rollout_server.episodes.agents import AgentProcess, AgentRunner, load_agent
-from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits

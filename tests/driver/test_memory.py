@@ -16,9 +16,16 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
-from learner.memory import plan as plans
+from learner.memory import memory_plan as plans
+from learner.memory.memory_plan import (
+    GIB,
+    GRAPHS_BYTES,
+    MemoryPlan,
+    batch_bytes,
+    decide_gradient_checkpointing,
+    free_room,
+)
 from learner.memory.passes import PassMemory, measure_pass
-from learner.memory.plan import GIB, GRAPHS_BYTES, MemoryPlan, batch_bytes, decide_checkpointing, free_room
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from tests.kit.configs import learner_config, make_config
 from tests.kit.model_headers import QWEN2_5, save_headers
@@ -310,12 +317,12 @@ def test_the_learner_resolves_auto_by_its_room(
     config = learner_config(model_folder)
     assert config.learner.gradient_checkpointing == "auto"
     cpu = torch.device("cpu")
-    assert decide_checkpointing(config, cpu) is False
+    assert decide_gradient_checkpointing(config, cpu) is False
     monkeypatch.setattr(plans, "free_room", lambda config, device: 10_000)
-    assert decide_checkpointing(config, cpu) is True
+    assert decide_gradient_checkpointing(config, cpu) is True
     for asked in (True, False):
         asks = learner_config(model_folder, learner={"gradient_checkpointing": asked})
-        assert decide_checkpointing(asks, cpu) is asked
+        assert decide_gradient_checkpointing(asks, cpu) is asked
 
 
 def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from async_rl.base.config import BufferConfig, Config, TaskConfig
 from async_rl.cli import main
 from buffer.journal import FILE_NAME
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task

@@ -1,7 +1,7 @@
 """This host's GPUs: whether torch finds them (else a run would train on the CPU without a word), and their memory.
 
 The CUDA driver is asked without a context on a device, which would take memory there. With the sizes of the GPUs the
-memory of a run is planned before its start (learner/memory/plan.py).
+memory of a run is planned before its start (learner/memory/memory_plan.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from async_rl.run.processes.placement import gpus_here, gpus_per_rank
 from async_rl.run.processes.ray_start import hides_gpus
 
 if TYPE_CHECKING:
-    from learner.memory.plan import MemoryPlan
+    from learner.memory.memory_plan import MemoryPlan
 
 DEVICES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
@@ -92,7 +92,7 @@ def _visible_devices() -> tuple[Any, list[ctypes.c_int]]:
 
 def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
     """Return the plan for `gpus` GPUs of `num_bytes` on all hosts together; with 0 for a host with `num_bytes`."""
-    from learner.memory.plan import MemoryPlan
+    from learner.memory.memory_plan import MemoryPlan
     from rollout_server.engines.base import kv_token_bytes
 
     return MemoryPlan(config, gpus_per_rank(config, gpus) if gpus else 0.0, num_bytes, kv_token_bytes)
@@ -100,7 +100,7 @@ def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
 
 def plan_here(config: Config) -> MemoryPlan | None:
     """Return the plan for a run on this host; None: the size of its GPUs is not known."""
-    from learner.memory.plan import host_bytes
+    from learner.memory.memory_plan import host_bytes
 
     gpus = gpus_here()
     num_bytes = smallest_gpu_bytes() if gpus else host_bytes()

@@ -424,7 +424,7 @@ class LearnerActor:
         """Wait, for timeouts.batch_s, until a restarted server at `url` has got the weights; returns their version. The
         server's turn on a shared GPU ends at once: a step that begins from now on makes it release its memory.
         """
-        limit, added = self._config.timeouts.limit("batch_s"), self._learner.gpu_turns.end_start
+        limit, added = self._config.timeouts.limit("batch_s"), self._learner.shared_gpus.end_start
         self._learner.servers["rollout"].join(name, url, limit, added)
         return self._learner.version
 
@@ -441,11 +441,11 @@ class LearnerActor:
     @ray.method(concurrency_group="join")
     def begin_start(self, name: str) -> None:
         """Wait, for timeouts.batch_s, until a lost server may start again on a GPU that it shares with the learner."""
-        self._learner.gpu_turns.begin_start(name, self._config.timeouts.limit("batch_s"))
+        self._learner.shared_gpus.begin_start(name, self._config.timeouts.limit("batch_s"))
 
     @ray.method(concurrency_group="control")
     def end_start(self, name: str) -> None:
-        self._learner.gpu_turns.end_start(name)
+        self._learner.shared_gpus.end_start(name)
 
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import TEMPLATE_DATE
-from rollout_server.episodes.conversation.messages import ROLES, Message, Schema, tools_text, user
+from rollout_server.episodes.conversation.chat_messages import ROLES, Message, Schema, tools_text, user
 
 _REPLY = "\u2402reply\u2402"
 """The made-up reply. No template trims or escapes it in an assistant message."""

@@ -25,7 +25,7 @@ import aiohttp
 from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.base.seams import import_object
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
+from rollout_server.episodes.conversation.chat_messages import Message, Schema, ToolCall
 from rollout_server.episodes.user_code import error_text
 
 NUM_PARSE_ATTEMPTS = 4

@@ -23,7 +23,7 @@ import numpy as np
 
 from async_rl.base.types import IntArray
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import Message, Schema, extended_digest, prefix_digests
+from rollout_server.episodes.conversation.chat_messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.episode import WholeRow

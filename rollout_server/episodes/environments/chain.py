@@ -14,7 +14,7 @@ import random
 import string
 from collections.abc import Sequence
 
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
 

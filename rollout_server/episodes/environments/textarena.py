@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_rl.base.errors import ConfigError
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.episodes.user_code import in_thread

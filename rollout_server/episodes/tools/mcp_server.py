@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from async_rl.base.errors import ConfigError
-from rollout_server.episodes.conversation.messages import Schema
+from rollout_server.episodes.conversation.chat_messages import Schema
 
 START_S = 60.0
 """How long a server may take to start, or to answer the first request."""

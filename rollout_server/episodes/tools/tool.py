@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import import_object
-from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
+from rollout_server.episodes.conversation.chat_messages import Message, Schema, ToolCall
 from rollout_server.episodes.user_code import CodeExitError, ForeignCode, OverdueError, called, error_text
 
 MAX_RESULT_CHARACTERS = 10_000

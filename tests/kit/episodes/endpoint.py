@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 
-from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits

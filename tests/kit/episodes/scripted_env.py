@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Episode

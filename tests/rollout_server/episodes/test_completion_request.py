@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_server.episodes.conversation.messages import Message, plain_messages, prefix_digests, user
+from rollout_server.episodes.conversation.chat_messages import Message, plain_messages, prefix_digests, user
 from rollout_server.episodes.conversation.reply_reader import json_calls
 from rollout_server.episodes.conversation.session import EpisodeOver
 from rollout_server.episodes.openai_endpoint import CompletionRequest, RequestRefusedError

@@ -11,7 +11,7 @@ import pytest
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
 from tests.kit.engines.fakes import completion

@@ -14,7 +14,7 @@ from openai import OpenAI
 from async_rl.base.config import RunConfig, TaskConfig
 from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer, tool_tokenizer
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.demonstrations import Demonstrator, summary_of
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.episode import Episode

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.episodes.conversation.messages import Message
+from rollout_server.episodes.conversation.chat_messages import Message
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits

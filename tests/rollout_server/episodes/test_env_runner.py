@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.base.errors import ProcessDiedError
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import Message
+from rollout_server.episodes.conversation.chat_messages import Message
 from rollout_server.episodes.env import Env, QuestionEnv, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode
 from rollout_server.episodes.loop import EnvRunner, EpisodeLimits

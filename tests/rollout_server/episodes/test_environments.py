@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from rollout_server.episodes.conversation.messages import Message
+from rollout_server.episodes.conversation.chat_messages import Message
 from rollout_server.episodes.env import Env
 from rollout_server.episodes.environments import chain, guess
 

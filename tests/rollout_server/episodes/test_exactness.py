@@ -18,7 +18,7 @@ from async_rl.base.types import Prompt
 from learner.models.tiny_model import TINY_MODELS
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits

@@ -11,7 +11,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.agents import load_agent
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step, load_env, load_task_env
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task

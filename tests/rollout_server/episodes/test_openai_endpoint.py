@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ADD, ASK, ENDS, TOKENIZER, client, post, with_session

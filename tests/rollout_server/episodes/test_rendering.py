@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from tests.kit.tokenizers import FAMILIES, end_tokens, tokenizer_of
 

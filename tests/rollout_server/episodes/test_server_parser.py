@@ -14,7 +14,7 @@ from aiohttp import web
 from async_rl.base.errors import AsyncRLError, WaitTimeoutError
 from async_rl.base.network import authorization
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import (
     Parsed,

@@ -8,7 +8,7 @@ import pytest
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from rollout_server.episodes.episode import num_shared_tokens
 from tests.kit.engines.fakes import completion

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.errors import ConfigError
-from rollout_server.episodes.conversation.messages import Message, ToolCall
+from rollout_server.episodes.conversation.chat_messages import Message, ToolCall
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.errors import ConfigError
-from rollout_server.episodes.conversation.messages import ToolCall
+from rollout_server.episodes.conversation.chat_messages import ToolCall
 from rollout_server.episodes.tools.mcp_server import McpServer
 from rollout_server.episodes.tools.tool import Tool, ToolCaller, load_tools
 from rollout_server.episodes.user_code import ForeignCode

@@ -15,7 +15,7 @@ from async_rl.base.config import (
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.run.processes.actors import LearnerActor
 from learner.loop.learner import Learner
-from learner.loop.ranks import GpuTurns
+from learner.loop.ranks import SharedGpus
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
 SOON, LATE = Limit(0.02, "timeouts.batch_s"), Limit(10.0, "timeouts.batch_s")
@@ -27,7 +27,7 @@ def started(work: threading.Thread) -> threading.Thread:
 
 
 def test_a_start_waits_for_the_end_of_the_step_and_holds_back_the_next_one() -> None:
-    turns = GpuTurns()
+    turns = SharedGpus()
     turns.begin_step(SOON)
     with pytest.raises(WaitTimeoutError, match=r"rollout/0 .*timeouts\.batch_s"):
         turns.begin_start("rollout/0", SOON)
@@ -46,7 +46,7 @@ def test_a_start_waits_for_the_end_of_the_step_and_holds_back_the_next_one() -> 
 
 
 def test_the_end_of_a_start_that_never_began_changes_nothing() -> None:
-    turns = GpuTurns()
+    turns = SharedGpus()
     turns.end_start("rollout/0")
     turns.begin_step(SOON)
     turns.end_step()
@@ -66,17 +66,17 @@ def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
     learner: Learner, publisher: FakePublisher
 ) -> None:
     soon = learner.config.timeouts.limit("buffer_s")
-    learner.gpu_turns.begin_start("rollout/0", soon)
+    learner.shared_gpus.begin_start("rollout/0", soon)
 
     def end_the_start() -> None:
         publisher.calls.append(("started", -1))
-        learner.gpu_turns.end_start("rollout/0")
+        learner.shared_gpus.end_start("rollout/0")
 
     threading.Timer(0.3, end_the_start).start()
     reports = learner.run()
     assert next(reports).version == 1
-    learner.gpu_turns.begin_start("rollout/0", soon)  # the step has ended with its push
-    learner.gpu_turns.end_start("rollout/0")
+    learner.shared_gpus.begin_start("rollout/0", soon)  # the step has ended with its push
+    learner.shared_gpus.end_start("rollout/0")
     list(reports)
     steps = ["release_server_memory", "push"]
     assert [call for call, _ in publisher.calls] == ["connect", "started", *steps, *steps]
@@ -87,7 +87,7 @@ def test_a_step_waits_on_every_rank_for_as_long_as_servers_may_take_to_start(
 ) -> None:
     """No rank is said to push meanwhile, which may take less long, nor does torch end the wait."""
     limits, doing = list[Limit](), list[str]()
-    monkeypatch.setattr(learner.gpu_turns, "begin_step", limits.append)
+    monkeypatch.setattr(learner.shared_gpus, "begin_step", limits.append)
     monkeypatch.setattr(dist, "barrier", lambda *_: doing.append(learner.status().doing))
     learner.rank = 1
     timeouts, torch_limit = learner.config.timeouts, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout

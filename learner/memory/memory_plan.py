@@ -63,7 +63,7 @@ def free_room(config: Config, device: torch.device) -> int:
     return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks
 
 
-def decide_checkpointing(config: Config, device: torch.device) -> bool:
+def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
     """Return learner.gradient_checkpointing; auto is true if a rank has no room for a full micro-batch. Collective."""
     if config.learner.gradient_checkpointing != "auto":
         return config.learner.gradient_checkpointing

@@ -334,7 +334,8 @@ def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.Monk
     assert re.search(r"\n# epochs of the training prompts, at least +0\.16 of 10000 prompts\n", text)
     assert "\n# memory\n# host: " in text and "#   policy: activations " in text
     (changed,) = re.findall(r"\n# differs from the defaults\n((?:# .*\n)+)", text)
-    assert {line.split()[1] for line in changed.splitlines()} == {"model.path", "task.name", "rollout.engine"}
+    keys = {line.split()[1] for line in changed.splitlines()}
+    assert keys == {"model.path", "task.name", "rollout.engine", "staleness.max"}
 
 
 @pytest.mark.nightly

@@ -50,7 +50,6 @@ from learner.loop.ranks import open_ranks
 from learner.memory.memory_plan import decide_gradient_checkpointing
 from learner.models.network import open_critic
 from learner.models.policy import Reference, layout_of, open_policy, shard
-from learner.models.reward_model import RewardModel
 from learner.packing import (
     ForwardInputs,
     MicroBatch,
@@ -60,7 +59,6 @@ from learner.packing import (
     plan_microbatches,
     split_minibatches,
 )
-from learner.stages.pretraining import PretrainingTerm, ptx_metrics
 
 
 class Updater:
@@ -84,7 +82,11 @@ class Updater:
         self.policy.forbidden = forbidden_tokens(config)
         offloads = config.learner.offload == "all"
         shard(self.policy, ranks, config.learner, offloads, checkpoints)
-        self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
+        self._reward_model = None
+        if config.reward_model.path:
+            from learner.models.reward_model import RewardModel
+
+            self._reward_model = RewardModel(config, device, dtype, ranks)
         lr = policy_lr(config) / config.watch.kl_factor
         self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
@@ -102,6 +104,8 @@ class Updater:
         self._layout = layout_of(lms)
         self.pretraining = None
         if config.algorithm.ptx_coef:
+            from learner.stages.pretraining import PretrainingTerm
+
             layout = layout_of([self.policy.lm])
             self.pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
 
@@ -158,7 +162,9 @@ class Updater:
             elif self.critic is None:
                 break
         totals = self._totals(sums)
-        metrics += [*batch_metrics(batch), *token_metrics(totals), *loss_metrics(sums, totals), *ptx_metrics(totals)]
+        metrics += [*batch_metrics(batch), *token_metrics(totals), *loss_metrics(sums, totals)]
+        if self.pretraining:
+            metrics += self.pretraining.metrics(totals)
         metrics += self.objective.finish(totals, batch, has_trained_policy=bool(steps["policy"]))
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken, totals)]
         if self.critic is not None:

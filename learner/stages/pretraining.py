@@ -114,11 +114,10 @@ class PretrainingTerm:
             sums.add(ptx_nll=nll, ptx_tokens=micro.response.trained.sum())
         return total
 
-
-def ptx_metrics(totals: Totals) -> list[Metric]:
-    """Return `ptx/loss`, the mean of -log p(token) of the step's text in nats; nothing if none was learned."""
-    tokens = float(totals.get("ptx_tokens", np.zeros(())))
-    return [Metric("ptx/loss", float(totals["ptx_nll"]) / tokens, weight=tokens)] if tokens else []
+    def metrics(self, totals: Totals) -> list[Metric]:
+        """Return `ptx/loss`, the mean of -log p(token) of the step's text in nats; nothing if none was learned."""
+        tokens = float(totals.get("ptx_tokens", np.zeros(())))
+        return [Metric("ptx/loss", float(totals["ptx_nll"]) / tokens, weight=tokens)] if tokens else []
 
 
 def _group(tokens: IntArray) -> Group:

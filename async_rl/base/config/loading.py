@@ -23,7 +23,6 @@ from ruamel.yaml.resolver import VersionedResolver
 from async_rl.base.config import Config
 from async_rl.base.config.algorithm import PRESETS, AlgorithmConfig
 from async_rl.base.config.check import SettingsError
-from async_rl.base.config.schema import describe, takes_text
 from async_rl.base.errors import ConfigError
 
 
@@ -141,6 +140,8 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
     except YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, dict):
+        from async_rl.base.config.schema import describe
+
         raise ConfigError(f"config file {path} must hold `section: ...` lines, got {describe(content)}")
     settings.update(content or {})
     places.update({key: f"{path}:{line}" for key, line in lines.items()})
@@ -161,8 +162,12 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
     except YAMLError as error:
         raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from None
     is_plain = not text.lstrip().startswith(_MARKS_OF_YAML)
-    if (is_plain and isinstance(value, str)) or (text.strip()[:1] in ("", "#") and takes_text(Config, key)):
+    if is_plain and isinstance(value, str):
         value = text.strip()
+    elif text.strip()[:1] in ("", "#"):
+        from async_rl.base.config.schema import takes_text
+
+        value = text.strip() if takes_text(Config, key) else value
     if key == "algorithm.preset" and places.get(key) != OVERRIDE:
         _leave_preset(settings.get("algorithm"), value, places)
     node = settings

@@ -24,7 +24,6 @@ from pydantic.dataclasses import dataclass
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from async_rl.base.config.check import Problem, SettingsError
-from async_rl.base.config.schema import explain
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import find_entry
 from async_rl.base.seams.lookup import implementation
@@ -51,6 +50,8 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
             try:
                 construct(self, **settings)
             except ValidationError as error:
+                from async_rl.base.config.schema import explain
+
                 raise explain(error, validated, key) from None
 
         validated.__init__ = __init__

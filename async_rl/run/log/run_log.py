@@ -362,7 +362,7 @@ class RunResults:
     def summary(self, version: int, figures: Figures, timeline: RunTimeline) -> dict[str, Any]:
         """Return these parts of the summary of a run that has ended at a version.
 
-        Means, rates and utilisation come from async_rl/base/telemetry/figures.py, over the steps of the whole run. They
+        Means, rates and utilisation come from async_rl/base/telemetry/metrics.py, over the steps of the whole run. They
         leave out the first step of each start, which includes the warm-up; `pools` has the last start alone. A
         staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
         """

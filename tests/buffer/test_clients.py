@@ -34,7 +34,7 @@ def test_a_step_at_bound_zero_takes_the_groups_in_id_order(buffer: BufferServer,
         assert batch.version == version and batch.finished_versions == (version,) * 4
         assert [group.group_id for group in batch.groups] == [slot.group_id for slot in slots]
         assert batch.groups[1].rows[1].tokens.tolist() == [0, 1, 2, 3]
-        assert batch.counters["buffer/held"] == 4 and batch.counters["buffer/slots_held"] == 4
+        assert batch.gauges["buffer/held"] == 4 and batch.gauges["buffer/slots_held"] == 4
         learner.trained(version + 1)
         learner.served(version + 1)
     assert buffer.counters()["buffer/trained"] == 12

@@ -77,7 +77,7 @@ def test_the_wait_comes_with_the_batch() -> None:
             await worker.put(make_group(late))
             second = await taking
             keys = ("buffer/waited_for_late_s", "buffer/waited_s")
-            return [tuple(batch.counters[key] for key in keys) for batch in (first, second)]
+            return [tuple(batch.gauges[key] for key in keys) for batch in (first, second)]
 
         (first_late_s, first_s), (second_late_s, second_s) = with_worker(server.address, run)
         learner.close()

@@ -251,6 +251,7 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
         "response/timeout_fraction": 0.5, "episode/rows": 1.5,
         "staleness/mean": 1.5, "staleness/max": 2, "staleness/in_flight": 0.5, "staleness/in_queue": 1.0,
         "staleness/episodes_1": 1, "staleness/episodes_2": 1,
+        "by_staleness/1/episodes": 1, "by_staleness/2/episodes": 1,
         "by_staleness/1/reward": 0.25, "by_staleness/1/response_length": 2,
         "by_staleness/2/reward": 1.75, "by_staleness/2/response_length": 5,
         "by_length/2/episodes": 1, "by_length/2/reward": 0.25, "by_length/4/episodes": 1, "by_length/4/reward": 1.75,

@@ -116,15 +116,10 @@ def cautions_of_reward_model(policy: Path, folder: Path) -> Sequence[str] | None
 def test_too_few_positions_of_a_reward_model_are_refused_if_it_reads_tokens(
     policy: Path, tmp_path: Path
 ) -> None:
-    other = character_tokenizer()
-    other.add_tokens(["2 + 3"])
-    text = save_bare_reward_model(tmp_path / "text", vocab=len(other), max_position_embeddings=99)
-    other.save_pretrained(text)
-    assert len(cautions_of_reward_model(policy, text) or ()) == 1
     tokens = save_bare_reward_model(tmp_path / "tokens", vocab=TOKENS, max_position_embeddings=99)
     with pytest.raises(ConfigError, match=r"^reward_model\.path .*got 99"):
         cautions_of_reward_model(policy, tokens)
-    assert cautions_of_reward_model(policy, save_bare_reward_model(tmp_path / "long", vocab=TOKENS)) == []
+    assert not cautions_of_reward_model(policy, save_bare_reward_model(tmp_path / "long", vocab=TOKENS))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("bert", 10), ("roberta", 8), ("mpnet", 8), ("xlm-roberta", 8)])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import write_training_state
-from async_rl.base.weights import disk as safetensors_io
+from async_rl.base.weights import checkpoint_names
 from learner.models.export import export
 from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model
@@ -92,6 +92,6 @@ def test_a_disk_that_is_full_in_an_export_is_named(
 
     save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
     train_and_export(tmp_path / "model", tmp_path, rank=0)
-    monkeypatch.setattr(safetensors_io, "save_file", fail)
+    monkeypatch.setattr(checkpoint_names, "save_file", fail)
     with pytest.raises(ConfigError, match=r"other .*No space left"):
         export(tmp_path / "runs" / "run", tmp_path / "other")

@@ -19,7 +19,7 @@ $(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
 test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-unit: venv  ## the quick tests, which start no process, in about two minutes
+unit: venv  ## the quick tests, which start no process, in a few minutes
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
 
 nightly: venv vllm  ## the long tests

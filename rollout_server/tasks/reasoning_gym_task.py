@@ -314,6 +314,12 @@ class ReasoningGymScorer:
         Raises:
             AsyncRLError: it can't be started.
         """
+        interpreter = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        try:
+            if interpreter.process is None:
+                interpreter.start()  # it may take longer than a run: the first one reads files from a cold disk
+        finally:
+            self._idle.put(interpreter)
         self._run("pass")
 
     def score(self, question: Question, answer: str) -> RewardResult:

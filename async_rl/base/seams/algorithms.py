@@ -72,8 +72,6 @@ class Loss:
     of an environment's episodes, whose turns have rewards of their own."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
-    reads_clip: tuple[str, ...] = ("low", "high")
-    """The fields of its inputs' `clip` that the function reads; the other keys of algorithm.clip have no effect."""
     settings: Code | None = None
     """A class with the decorator `section("algorithm.params")` of async_rl.base.config.section. Its fields are settings
     under algorithm.params, and the function gets an instance of it as the argument `settings`. None: there are none."""
@@ -120,11 +118,11 @@ ADVANTAGES: dict[str, Advantage] = {
 
 _LOSSES = "learner.algorithms.losses"
 LOSSES: dict[str, Loss] = {
-    "ppo_clip": Loss(function=f"{_LOSSES}:ppo_clip_loss", reads_clip=("low", "high", "dual")),
+    "ppo_clip": Loss(function=f"{_LOSSES}:ppo_clip_loss"),
     "cispo": Loss(function=f"{_LOSSES}:cispo_loss"),
     "gspo": Loss(function=f"{_LOSSES}:gspo_loss", needs_row_advantage=True, aggregations=("sequence_mean",)),
     "dppo_tv": Loss(
-        function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.base.config.algorithm:DppoTvSettings", reads_clip=()
+        function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.base.config.algorithm:DppoTvSettings"
     ),
 }
 

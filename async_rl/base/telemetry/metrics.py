@@ -229,7 +229,7 @@ class Figures:
         warms_up = is_warm_up(record)
         for key, value in record.items():
             if value is not None and key != "step":
-                declared = self._declared.get(key, _PLAIN)
+                declared = self._declared.get(key, PLAIN)
                 counts = not warms_up or declared.over_steps in ("max", "min", "last")
                 figures = self._measured if counts else self._warming_up
                 figure = figures.get(key) or figures.setdefault(key, Figure(declared.over_steps))
@@ -250,7 +250,8 @@ class Figures:
         return {key: figure.value() for key, figure in (self._warming_up | self._measured).items()}
 
 
-_PLAIN = Declaration()
+PLAIN = Declaration()
+"""The declaration of a metric that has none, as in a run directory without the file: a mean over the steps."""
 
 
 def over_steps(records: Iterable[Mapping[str, float | None]], declared: Mapping[str, Declaration]) -> Figures:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rl.base.telemetry.metrics import Declaration, read_declarations, read_metrics
+from async_rl.base.telemetry.metrics import PLAIN, read_declarations, read_metrics
 from async_rl.base.telemetry.timeline import STATES, Span, State, state_changes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
 
     run_dir = Path(run_dir)
     records, declared = read_metrics(run_dir / "metrics.jsonl"), read_declarations(run_dir)
-    series = {key: _series(records, key, declared.get(key, Declaration()).by) for key in SHOWN}
+    series = {key: _series(records, key, declared.get(key, PLAIN).by) for key in SHOWN}
     reward, accuracy = series["reward/mean"], series["eval/accuracy"]
     if not reward[0] and not accuracy[0]:
         return None

@@ -173,7 +173,7 @@ class Supervisor:
             whither = "go to other servers" if self._rollouts else "wait until a server is back: no other one runs"
             self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
         index = self._config.server_names.index(name)
-        async with self._turn_on_gpu(name):
+        async with self._on_shared_gpu(name):
             actor = self._processes.start(name, server_class(name), index)
             self.watchdog.begin(name, is_up=False)
             url = self._urls[name] = await self._call_server(
@@ -189,7 +189,7 @@ class Supervisor:
         await self._serve(name)
 
     @asynccontextmanager
-    async def _turn_on_gpu(self, name: str) -> AsyncIterator[None]:
+    async def _on_shared_gpu(self, name: str) -> AsyncIterator[None]:
         """Let a lost server start between two steps, if servers and learner take turns on GPUs; else do nothing.
 
         It waits for the end of the step and puts off the next one until the block ends, or until the server joins in
@@ -202,7 +202,7 @@ class Supervisor:
             yield
             return
         learner: Any = self._processes.actors["learner/0"]
-        beginning, what = learner.begin_start.remote(name), f"the turn of {name}"
+        beginning, what = learner.begin_start.remote(name), f"the end of the learner's step, before {name} starts"
         await self._processes.call("learner/0", beginning, self._push_limit, what)
         try:
             yield

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.errors import ConfigError
-from async_rl.base.telemetry.metrics import Declaration
+from async_rl.base.telemetry.metrics import PLAIN
 from async_rl.tools.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.tools.sweeps.plan import Measured, compare
 from async_rl.tools.sweeps.plots import CAPTIONS, draw_all
@@ -241,7 +241,7 @@ def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
     labels = [" ".join(f"{axis}={run.labels[axis]}" for axis in axes) for run in runs]
     lines = []
     for key in sorted({key for of_run in figures for key in of_run}):
-        each = declared.get(key, Declaration())
+        each = declared.get(key, PLAIN)
         how = f"{each.over_steps} by {each.by}" if each.by else each.over_steps
         lines.append([key, how, each.unit, *(f"{of_run.get(key, math.nan):.6g}" for of_run in figures)])
     _write_csv(folder / "metrics.csv", ["metric", "over steps", "unit", *labels], lines)

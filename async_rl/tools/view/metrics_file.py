@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from async_rl.base.telemetry.metrics import Declaration, Figures, over_steps, read_declarations
+from async_rl.base.telemetry.metrics import PLAIN, Declaration, Figures, over_steps, read_declarations
 
 BLOCK_BYTES = 8 * 2**20
 MAX_POINTS = 600
@@ -42,7 +42,6 @@ for Bokeh's NumeralTickFormatter."""
 _LINES = {key for chart in CHARTS for key, _ in (*chart["lines"], *chart.get("right", ()))}
 KEYS = _LINES | {"time/written_at_s", "time/since_first_step_s"}
 """The metrics whose values at each step are kept, with those that weigh them, and all that begin with `alarm/`."""
-_PLAIN = Declaration()
 
 
 class MetricsFile:
@@ -83,7 +82,7 @@ class MetricsFile:
             self._forget()
         if found.st_size > self._offset:
             self._declared = read_declarations(self._path.parent)
-            self._kept = KEYS | {self._declared.get(key, _PLAIN).by for key in KEYS}
+            self._kept = KEYS | {self._declared.get(key, PLAIN).by for key in KEYS}
         file.seek(self._offset)
         rest = b""
         while block := file.read(BLOCK_BYTES):
@@ -163,7 +162,7 @@ class MetricsFile:
 
     def _joined(self, key: str) -> Callable[[Iterable[float]], float]:
         """Return what makes one value of the values of several steps in a chart: `max` for a largest value."""
-        return max if self._declared.get(key, _PLAIN).over_steps == "max" else fmean
+        return max if self._declared.get(key, PLAIN).over_steps == "max" else fmean
 
     def every_metric(self) -> list[dict[str, Any]]:
         """Return the fields of the declaration of every metric, its `key`, its `last` value and its `figure`.
@@ -173,7 +172,7 @@ class MetricsFile:
         with self._lock:
             figures = over_steps(self._recent, self._declared)
             return [
-                {"key": key, "last": value, "figure": figures.get(key), **asdict(self._declared.get(key, _PLAIN))}
+                {"key": key, "last": value, "figure": figures.get(key), **asdict(self._declared.get(key, PLAIN))}
                 for key, value in sorted(self._last.items())
             ]
 

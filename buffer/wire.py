@@ -155,9 +155,11 @@ def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "gauges", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
-    flag = "needs_baseline"
-    read: dict[str, Any] = {name: size_fields.integer(name, 0) for name in sizes if name != flag}
-    limits = Limits(**read, needs_baseline=size_fields.boolean(flag))
+    flags = {name for name in sizes if name.startswith("needs_")}
+    read: dict[str, Any] = {
+        name: size_fields.boolean(name) if name in flags else size_fields.integer(name, 0) for name in sizes
+    }
+    limits = Limits(**read)
     finished = fields.items("finished_versions", 0, _MAX_BATCH)
     if len(finished) != len(frames) - 1:
         raise WireError(f"batch: {len(frames) - 1} groups, allowed {len(finished)} as its header says")

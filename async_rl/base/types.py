@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -118,6 +118,14 @@ class PerTurn(Array):
     column: str
 
 
+class PackedPerToken(Kind):
+    """Several numbers for each token of a row, compressed in messages: see messages/packed.py. None: it has none."""
+
+
+class TokenSets(PackedPerToken):
+    """A set of token ids for each token of a row, a `Support`. All rows of a group have one, or none has."""
+
+
 K = TypeVar("K", bound=Kind)
 
 
@@ -135,6 +143,45 @@ def kinds_of(declared: type, kind: type[K]) -> dict[str, K]:
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """For each of T tokens the ids that it was drawn from, the sampled one among them; none where it wasn't sampled."""
+
+    ids: IntArray
+    """The ids of the first token, ascending, then those of the second, and so on."""
+    offsets: npt.NDArray[np.int64]
+    """[T + 1] Token t has the ids offsets[t]..offsets[t + 1] - 1; the first offset is 0."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[T] the number of ids of each token."""
+        return np.diff(self.offsets)
+
+    def cut(self, start: int, end: int) -> Support:
+        """Return the sets of the tokens start..end - 1."""
+        offsets = self.offsets[start : end + 1]
+        return Support(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    @classmethod
+    def of(cls, sets: Iterable[Iterable[int]]) -> Support:
+        """Return the support with these sets, one for each token, each in any order."""
+        sorted_sets = [sorted(each) for each in sets]
+        sizes = [0, *map(len, sorted_sets)]
+        ids = np.fromiter(itertools.chain.from_iterable(sorted_sets), np.int32, sum(sizes))
+        return cls(ids, np.cumsum(sizes, dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Support]) -> Support:
+        """Return the sets of all parts, one after the other."""
+        sizes = np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in parts)])
+        return cls(np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]), np.cumsum(sizes))
+
 
 FINISH_REASONS = ("stop", "length", "timeout")
 EpisodeEnd = Literal["done", "length", "turns", "timeout", "error"]
@@ -201,6 +248,9 @@ class Row:
     """The position of the last token of each turn that the row trains. Empty: it is one turn, with the whole reward."""
     turn_rewards: Annotated[tuple[float, ...], PerTurn("<f8", column="reward")] = ()
     """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
+    support: Annotated[Support | None, TokenSets()] = None
+    """The ids that each token of the mask was drawn from, none for the others; then its behaviour logprob is over these
+    ids. None: all tokens were drawn from the whole vocabulary, or `algorithm.support` is `ignore`."""
     too_old: BoolArray | None = None
     """[T] True where a token is masked only because it is too old (`staleness.on_late: mask`); None: none is."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.base.types import Batch, Group, Row, Slot
+from async_rl.base.types import Batch, Group, Row, Slot, Support
 
 
 def make_row(
@@ -67,5 +67,9 @@ def assert_same(a: Group, b: Group) -> None:
     for left, right in zip(a.rows, b.rows, strict=True):
         for field in dataclasses.fields(Row):
             x, y = getattr(left, field.name), getattr(right, field.name)
+            if isinstance(x, Support):
+                assert isinstance(y, Support) and (x.ids.dtype, x.offsets.dtype) == (y.ids.dtype, y.offsets.dtype)
+                np.testing.assert_array_equal(x.offsets, y.offsets)
+                x, y = x.ids, y.ids
             np.testing.assert_array_equal(x, y)
             assert getattr(x, "dtype", None) == getattr(y, "dtype", None)

@@ -3,6 +3,7 @@
     group     {schema, each field of GroupFacts, lengths [N], each field of Row for all N rows,
                episodes: None if each of the N rows is the answer to a question, else see fields.py}
     array     [dtype, number of elements, little-endian bytes]
+    support   [number of bytes, their zstd frame], None if no row has one: see packed.py
 
 A group of N rows is sent as columns, each with one row after the other, so that a few array operations check
 all rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
@@ -39,6 +40,7 @@ from async_rl.base.messages.fields import (
     unpack,
 )
 from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.packed import pack_supports, read_supports
 from async_rl.base.types import (
     BoolArray,
     EpisodeFacts,
@@ -50,6 +52,8 @@ from async_rl.base.types import (
     PerToken,
     Row,
     Scalar,
+    Support,
+    TokenSets,
     kinds_of,
 )
 
@@ -62,8 +66,9 @@ logprobs sent by mistake."""
 
 _GROUP = kinds_of(GroupFacts, Kind)
 _TOKEN_ARRAYS = kinds_of(Row, PerToken)
+_TOKEN_SETS = kinds_of(Row, TokenSets)
 _ROW = kinds_of(Row, Scalar)
-_MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_ROW, "episodes")
+_MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_TOKEN_SETS, *_ROW, "episodes")
 _GROUP_FIELDS = frozenset(_MESSAGE_FIELDS)
 assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has the name of one of Row"
 
@@ -77,6 +82,7 @@ _DTYPES = {name: np.dtype(kind.dtype) for name, kind in _TOKEN_ARRAYS.items()}
 _READ_TOKENS = {name: read_array(name, kind) for name, kind in _TOKEN_ARRAYS.items()}
 _PACK_ROWS = {name: pack_column(name, kind) for name, kind in _ROW.items()}
 _READ_ROWS = {name: read_column(name, kind, "rows[{}]") for name, kind in _ROW.items()}
+_BY_TOKEN = frozenset((*_TOKEN_ARRAYS, *_TOKEN_SETS))
 
 
 def encode_group(group: Group) -> bytes:
@@ -94,6 +100,7 @@ def encode_group(group: Group) -> bytes:
             **{name: pack_field(getattr(group, name)) for name, pack_field in _PACK_GROUP.items()},
             "lengths": pack_array(np.array([len(row.tokens) for row in rows], INT32)),
             **{name: pack_array(array) for name, array in arrays.items()},
+            **{name: pack_supports(name, rows) for name in _TOKEN_SETS},
             **{
                 name: pack_field([getattr(row, name) for row in rows])
                 for name, pack_field in _PACK_ROWS.items()
@@ -110,8 +117,8 @@ class GroupColumns(NamedTuple):
     lengths: list[int]  # [N] T of each row
     ends: list[int]  # [N] the sums of these
     rows: dict[str, Any]
-    """The column of each field of Row: an array [sum of T] of one that has a number for each token, else a list
-    [N]. Of answers to a question there are no turns."""
+    """The column of each field of Row: an array [sum of T] of one that has a number for each token, a Support of all
+    tokens or None, else a list [N]. Of answers to a question there are no turns."""
     episodes: dict[str, list[Any]] | None
     """The column [G] of each field of EpisodeFacts; None if each row is an episode of one turn."""
     newest_version: int
@@ -143,15 +150,19 @@ class GroupColumns(NamedTuple):
     def group(self) -> Group:
         """Return the group as a Group, whose arrays are views of the columns."""
         bounds = list(map(slice, self.starts, self.ends))
-        columns = {
-            name: [column[of_row] for of_row in bounds] if name in _TOKEN_ARRAYS else column
-            for name, column in self.rows.items()
-        }
+        columns = {name: _by_row(column, bounds) if name in _BY_TOKEN else column for name, column in self.rows.items()}
         return Group(
             **{name: getattr(self.facts, name) for name in _GROUP},
             rows=_made(Row, columns),
             episodes=_made(EpisodeFacts, self.episodes or {}),
         )
+
+
+def _by_row(column: npt.NDArray[Any] | Support | None, bounds: Sequence[slice]) -> list[Any]:
+    """Return the part of each row of a column that has a value for each token."""
+    if isinstance(column, Support):
+        return [column.cut(of_row.start, of_row.stop) for of_row in bounds]
+    return [None if column is None else column[of_row] for of_row in bounds]
 
 
 def _made(declared: type[T], columns: dict[str, list[Any]]) -> tuple[T, ...]:
@@ -170,9 +181,9 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rows.
 
     A valid message has exactly the known fields, each as it is declared, sizes within `limits`, and a baseline
-    if they need one. The arrays of each row have equal length T >= 1, and its versions start at start_version or later
-    and do not decrease. Its last token is trained, and the logprob of a masked token is 0. Episodes meet
-    `check_episodes`. Otherwise this raises WireError, which names the field and the value.
+    and supports if they need them. The arrays of each row have equal length T >= 1, and its versions start at
+    start_version or later and do not decrease. Its last token is trained, and the logprob of a masked token is 0.
+    Episodes meet `check_episodes`. Otherwise this raises WireError, which names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
         raise WireError(
@@ -194,6 +205,10 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     rows: dict[str, Any] = {name: read(fields, ends[-1], ends[-1], lengths) for name, read in _READ_TOKENS.items()}
     newest_version = _check_versions(rows["versions"], facts.start_version, lengths, ends)
     trained_tokens = _check_mask(rows["mask"], rows["logprobs"], lengths, ends)
+    for name in _TOKEN_SETS:
+        rows[name] = read_supports(fields, name, rows["tokens"], rows["mask"], lengths, limits.max_support_ids)
+        if limits.needs_support and rows[name] is None:
+            raise fields.refuse(name, "the ids that each token was drawn from: rollout.top_p, top_k or min_p is set")
     if not len(facts.prompt_tokens):
         _check_no_prompt(limits.max_prompt_tokens, rows["mask"], lengths)
     rows |= {name: read(fields, len(lengths)) for name, read in _READ_ROWS.items()}

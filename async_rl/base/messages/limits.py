@@ -23,6 +23,12 @@ from async_rl.base.types import (
     kinds_of,
 )
 
+MAX_VOCABULARY = 2**20
+"""The most token ids of a model."""
+MAX_COLUMN_BYTES = 2**29
+"""The largest packed column of a group before compression (messages/packed.py)."""
+VARINT_BYTES = 4
+"""The longest varint in it, of a number below 2^28."""
 MESSAGE_BYTES = 64
 """The most bytes of a prompt's chat messages per token that it may have. An average token has about 4."""
 
@@ -42,6 +48,11 @@ def _most_bytes(kind: Kind) -> int:
 def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
     """Return the most bytes of the fields of this kind that a class declares."""
     return sum(map(_most_bytes, kinds_of(declared, kind).values()))
+
+
+def most_support_bytes(tokens: int, max_ids: int) -> int:
+    """Return the most bytes of the supports of so many tokens before compression."""
+    return min(tokens * VARINT_BYTES * (1 + max_ids), MAX_COLUMN_BYTES)
 
 
 _GROUP_BYTES = 4096 + _most_bytes_of(GroupFacts, Scalar)
@@ -66,6 +77,10 @@ class Limits:
     max_response_tokens: int
     needs_baseline: bool = False
     """Whether a group must have the reward of a greedy answer: one from before a resume may have none."""
+    needs_support: bool = False
+    """Whether a group must have the ids that each token was drawn from: one from before a resume may have none."""
+    max_support_ids: int = 0
+    """The most ids that a token was drawn from; 0: a group may have no supports."""
 
     @classmethod
     def from_config(cls, config: Config) -> Limits:
@@ -91,7 +106,7 @@ class Limits:
         size = len(data)
         return cls(
             group_size=num_episodes or size, fewest_episodes=num_episodes or 1, max_rows=size, max_turns=size,
-            max_prompt_tokens=size, max_response_tokens=size,
+            max_prompt_tokens=size, max_response_tokens=size, max_support_ids=MAX_VOCABULARY,
         )  # fmt: skip
 
     @property
@@ -101,8 +116,13 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest."""
+        """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest.
+
+        Supports may have more than all of it.
+        """
         of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
         of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0
         of_prompt = (4 + MESSAGE_BYTES) * self.max_prompt_tokens
-        return _GROUP_BYTES + of_prompt + of_rows + of_episodes
+        # What zstd can't compress grows by less than 1 %.
+        of_supports = most_support_bytes(self.max_rows * self.max_response_tokens, self.max_support_ids)
+        return _GROUP_BYTES + of_prompt + of_rows + of_episodes + of_supports * 101 // 100

@@ -1,0 +1,175 @@
+"""Supports in messages: the ids that each token was drawn from, compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.base.errors import WireError
+from async_rl.base.messages.codec import check_group, decode_group, encode_group
+from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, Limits
+from async_rl.base.types import Group, Row, Support
+from tests.kit.groups import assert_same, make_group, make_row
+
+LIMITS = Limits(
+    group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=64,
+    needs_support=True, max_support_ids=MAX_VOCABULARY,
+)  # fmt: skip
+PLAIN = dataclasses.replace(LIMITS, needs_support=False, max_support_ids=0)
+
+
+def row_of(tokens: Sequence[int], sets: Sequence[Sequence[int]]) -> Row:
+    """A row that trains the tokens which have a set."""
+    mask = np.array([len(each) > 0 for each in sets])
+    logprobs = np.where(mask, -0.5, 0)
+    return make_row(tokens, logprobs.tolist(), mask=mask, support=Support.of(sets))
+
+
+def two_rows(*, sets: Sequence[Sequence[int]] = ((9, 4, 300), (), (70_000,))) -> Group:
+    return make_group(1, rows=[row_of([4, 5, 70_000], sets), row_of([2], [[2, 1]])])
+
+
+def leb128(values: Sequence[int]) -> bytes:
+    """Encode numbers one by one, as the standard of DWARF describes it."""
+    data = bytearray()
+    for value in values:
+        while value >= 0x80:
+            data.append(value & 0x7F | 0x80)
+            value >>= 7
+        data.append(value)
+    return bytes(data)
+
+
+def with_column(data: bytes, group: Group | None = None) -> bytes:
+    """The message of a group with this in place of its packed supports."""
+    message = msgpack.unpackb(encode_group(group or two_rows()))
+    return msgpack.packb(message | {"support": [len(data), pa.compress(data, codec="zstd", asbytes=True)]})
+
+
+GOOD = [3, 0, 1, 2, 4, 5, 291, 70_000, 1, 1]
+"""The numbers of `two_rows`: sizes of the four tokens; 4 9 300, then 70000, then 1 2 as differences."""
+
+
+def test_supports_are_sizes_and_differences_as_varints() -> None:
+    size, frame = msgpack.unpackb(encode_group(two_rows()))["support"]
+    assert pa.decompress(frame, decompressed_size=size, codec="zstd", asbytes=True) == leb128(GOOD)
+    assert_same(decode_group(with_column(leb128(GOOD)), LIMITS), two_rows())
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=2), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_supports_come_back_as_they_were(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for length in lengths:
+        vocabulary = int(2 ** rng.uniform(1, 20))
+        sizes = [min(vocabulary, int(2 ** rng.uniform(0, 8))) for _ in range(length)]
+        sets = [rng.choice(vocabulary, size, replace=False) for size in sizes]
+        for place in np.flatnonzero(rng.random(length - 1) < 0.3):
+            sets[place] = sets[place][:0]
+        tokens = [int(rng.choice(each)) if len(each) else int(rng.integers(vocabulary)) for each in sets]
+        rows.append(row_of(tokens, [each.tolist() for each in sets]))
+    group = make_group(1, rows=rows)
+    assert_same(decode_group(encode_group(group), LIMITS), group)
+
+
+def test_a_group_has_supports_where_the_run_needs_them_and_only_there() -> None:
+    with pytest.raises(WireError, match="support: got None"):
+        check_group(encode_group(make_group(1)), LIMITS)
+    with pytest.raises(WireError, match="support: got a list of 2, allowed None"):
+        check_group(encode_group(two_rows()), PLAIN)
+    assert check_group(encode_group(make_group(1)), PLAIN).rows["support"] is None
+    stored = encode_group(two_rows())
+    assert_same(decode_group(stored, Limits.of_stored(stored, 2)), two_rows())
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (((9, 300), (), (70_000,)), r"rows\[0\].support"),
+        (((4,), (5,), ()), r"rows\[0\].support"),
+    ],
+)  # fmt: skip
+def test_a_token_outside_its_set_or_a_set_at_another_place_is_refused(
+    sets: Sequence[Sequence[int]], message: str
+) -> None:
+    group = two_rows()
+    rows = (dataclasses.replace(group.rows[0], support=Support.of(sets)), group.rows[1])
+    with pytest.raises(WireError, match=message):
+        check_group(encode_group(dataclasses.replace(group, rows=rows)), LIMITS)
+
+
+def test_rows_whose_supports_do_not_fit_are_refused_by_their_sender() -> None:
+    group = two_rows()
+    for support in (None, Support.of([[4], []])):
+        rows = (dataclasses.replace(group.rows[0], support=support), group.rows[1])
+        with pytest.raises(WireError, match=r"rows\[0\].support"):
+            encode_group(dataclasses.replace(group, rows=rows))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        GOOD[:3],  # not all sizes
+        GOOD[:-1],  # an id too few
+        [*GOOD, 1],  # an id too many
+        [3, 0, 1, 2, 4, 0, 296, 70_000, 1, 1],  # an id twice
+        [3, 0, 1, 2, 3, 6, 291, 70_000, 1, 1],  # another id than the token
+        [2, 1, 1, 2, 4, 5, 291, 70_000, 1, 1],  # a set for the masked token, of the first one's ids
+        [2, 0, 2, 2, 4, 5, 291, 69_708, 1, 1],  # 70000 has become 69999
+    ],
+)  # fmt: skip
+def test_numbers_that_are_no_supports_of_the_group_are_refused(numbers: list[int]) -> None:
+    with pytest.raises(WireError, match="support"):
+        check_group(with_column(leb128(numbers)), LIMITS)
+
+
+def test_a_set_above_the_limit_is_refused() -> None:
+    check_group(encode_group(two_rows()), dataclasses.replace(LIMITS, max_support_ids=3))
+    with pytest.raises(WireError, match=r"rows\[0\].support: got 3, allowed 1..2 ids"):
+        check_group(encode_group(two_rows()), dataclasses.replace(LIMITS, max_support_ids=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        5, [1], [3, "abc"], [3, b"abc"], [-1, b""], [True, b""], [2**40, b""],
+        [14, pa.compress(leb128(GOOD), codec="zstd", asbytes=True)],  # one byte more than there is
+        [MAX_COLUMN_BYTES, pa.compress(bytes(100), codec="zstd", asbytes=True)],
+    ],
+)  # fmt: skip
+def test_a_damaged_column_is_refused(change: Any) -> None:
+    message = msgpack.unpackb(encode_group(two_rows()))
+    with pytest.raises(WireError, match="support"):
+        check_group(msgpack.packb(message | {"support": change}), LIMITS)
+
+
+@pytest.mark.parametrize("data", [leb128(GOOD)[:-1] + b"\x81", leb128(GOOD) + b"\xff" * 4 + b"\x01"])
+def test_broken_varints_are_refused(data: bytes) -> None:
+    with pytest.raises(WireError, match="varints"):
+        check_group(with_column(data), LIMITS)
+
+
+def test_a_decompression_bomb_takes_no_memory() -> None:
+    bomb = pa.compress(bytes(2**28), codec="zstd", asbytes=True)
+    message = msgpack.unpackb(encode_group(two_rows()))
+    limits = dataclasses.replace(LIMITS, max_support_ids=1000)
+    for size in (2**28, 1000):
+        with pytest.raises(WireError, match="support"):
+            check_group(msgpack.packb(message | {"support": [size, bomb]}), limits)
+
+
+def test_supports_may_be_larger_than_all_else_in_a_group() -> None:
+    sets = [list(range(0, 3_000, 2))] * 64
+    rows = [row_of([0] * 64, sets), row_of([0] * 64, sets)]
+    data = encode_group(make_group(1, rows=rows))
+    group = decode_group(data, dataclasses.replace(LIMITS, max_support_ids=1500))
+    assert group.rows[1].support is not None and group.rows[1].support.ids.tolist() == sets[0] * 64

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from async_rl.base.config import MasksConfig
-from learner.algorithms.masked_ops import bounded_exp, mean_by_row, sum_by_row
+from learner.algorithms.masked_ops import binary_kl, bounded_exp, mean_by_row, sum_by_row
 from learner.packing import ResponseTokens
 
 
@@ -59,16 +59,18 @@ def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Ten
 
 
 def dropped_tokens(
-    masks: MasksConfig, log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int
+    masks: MasksConfig, log_rho: Tensor, behaviour: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor,
+    count: int,
 ) -> Tensor:
     """Return a bool [N]: True for tokens that a mask of `masks` leaves out of the loss. M2PO's is not among these.
 
-    `MasksConfig` says what each mask does.
+    `MasksConfig` says what each mask does. `behaviour` [N] are the behaviour logprobs, 0 where a token is not trained.
 
     A NaN is never dropped: it has to reach the loss, where it is noticed.
 
-    Sources: token, IcePop (Ring-1T, arXiv 2510.18855); sequence and geometric, Liu et al. 2025, "When speed kills
-    stability"; opsm, DeepSeek-V3.2's off-policy sequence masking; veto, slime's rs_veto_threshold.
+    Sources: token, IcePop (Ring-1T, arXiv 2510.18855); kpop, KPop (Guo et al. 2026, Ant Group); sequence and geometric,
+    Liu et al. 2025, "When speed kills stability"; opsm, DeepSeek-V3.2's off-policy sequence masking; veto, slime's
+    rs_veto_threshold.
     """
     rho = bounded_exp(log_rho)
     means = mean_by_row(log_rho, trained, rows, count)
@@ -77,6 +79,10 @@ def dropped_tokens(
     if masks.veto > 0:
         whole |= sum_by_row((rho < masks.veto).float(), rows, count) > 0
     dropped = _outside(rho, masks.token) | whole[rows]
+    if masks.kpop > 0:
+        proximal = behaviour + log_rho
+        both = torch.maximum(binary_kl(proximal, behaviour), binary_kl(behaviour, proximal))
+        dropped |= trained & (both > masks.kpop)
     if masks.opsm > 0:
         dropped |= (advantages < 0) & (means < -masks.opsm)[rows]
     return dropped

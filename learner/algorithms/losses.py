@@ -15,10 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings
+from async_rl.base.config.algorithm import (
+    ClipConfig,
+    DppoKlSettings,
+    DppoTvSettings,
+    SatSettings,
+)
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.telemetry.metrics import OverSteps
-from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_row
+from learner.algorithms.masked_ops import MAX_LOG_RATIO, binary_kl, bounded_exp, mean_by_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,8 @@ def ppo_clip_loss(x: LossInputs) -> LossOutput:
     dual clip, Ye et al. 2019, arXiv 1912.09729, equation 5; centred on the proximal instead of the behaviour
     policy, Hilton et al. 2021, arXiv 2110.00641.
     """
-    output = _clipped(bounded_exp(x.logprobs - x.centre), x)
+    ratio = bounded_exp(x.logprobs - x.centre)
+    output = _clipped(x, ratio, ratio.clamp(1 - x.clip.low, 1 + x.clip.high))
     if x.clip.dual == 0:
         return output
     bounded = torch.minimum(output.loss, -x.clip.dual * x.advantages)
@@ -101,7 +107,8 @@ def gspo_loss(x: LossInputs) -> LossOutput:
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, equations 5 and 7.
     """
     means = mean_by_row(x.logprobs - x.centre, x.trained, x.rows, x.count)
-    return _clipped(bounded_exp(means)[x.rows], x)
+    ratio = bounded_exp(means)[x.rows]
+    return _clipped(x, ratio, ratio.clamp(1 - x.clip.low, 1 + x.clip.high))
 
 
 def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
@@ -118,9 +125,43 @@ def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
     return LossOutput(loss + settings.tv_pull * log_ratio.square(), dropped)
 
 
-def _clipped(ratio: Tensor, x: LossInputs) -> LossOutput:
-    plain = -ratio * x.advantages
-    bounded = -ratio.clamp(1 - x.clip.low, 1 + x.clip.high) * x.advantages
+def dppo_kl_loss(x: LossInputs, settings: DppoKlSettings) -> LossOutput:
+    """L = -keep r A: keep is 0 for a token that has moved from the centre in the direction of its advantage, with a
+    binary KL D_B(centre || learner) above `kl`, else 1.
+
+    Source: DPPO, arXiv 2602.04879, the variant with binary KL.
+    """
+    log_ratio = x.logprobs - x.centre
+    away = torch.where(x.advantages > 0, log_ratio > 0, (x.advantages < 0) & (log_ratio < 0))
+    dropped = away & (binary_kl(x.centre, x.logprobs.detach()) > settings.kl)
+    return LossOutput(torch.where(dropped, 0.0, -bounded_exp(log_ratio) * x.advantages), dropped)
+
+
+def sat_loss(x: LossInputs, settings: SatSettings) -> LossOutput:
+    """PPO's clipped loss, whose interval is smaller for the tokens that are furthest from the centre:
+
+        d = log r without gradient,  Q = the quantile of |d| over the trained tokens of the micro-batch
+        c = 1 where |d| <= Q or Q = 0, else 1 / (1 + (|d| / Q)^2)
+        L = max(-r A, -clip(r, 1 - low c, 1 + high) A) where d < 0, max(-r A, -clip(r, 1 - low, 1 + high c) A) else
+
+    So the interval is never wider than PPO's. Q depends on how rows are packed into micro-batches. Source: SAT, arXiv
+    2607.18722; the paper names a Hill kernel, and c is the one with exponent 2.
+    """
+    log_ratio = x.logprobs - x.centre
+    d = log_ratio.detach()
+    size = torch.where(x.trained, d.abs(), 0.0)
+    of_trained = size[x.trained]
+    limit = of_trained.quantile(settings.quantile) if len(of_trained) else size.new_zeros(())
+    shrinks = (size > limit) & (limit > 0)
+    kernel = torch.where(shrinks, 1 / (1 + (size / limit.clamp_min(1e-30)).square()), 1.0)
+    low = x.clip.low * torch.where(d < 0, kernel, 1.0)
+    high = x.clip.high * torch.where(d > 0, kernel, 1.0)
+    ratio = bounded_exp(log_ratio)
+    return _clipped(x, ratio, ratio.clamp(1 - low, 1 + high))
+
+
+def _clipped(x: LossInputs, ratio: Tensor, held: Tensor) -> LossOutput:
+    plain, bounded = -ratio * x.advantages, -held * x.advantages
     return LossOutput(torch.maximum(plain, bounded), bounded > plain)
 
 

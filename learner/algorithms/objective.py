@@ -177,7 +177,9 @@ class Objective:
         weights, truncated = self._weights(log_rho, advantages, response)
         weights = weights / minibatch.mean_weight
         dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit)
-        dropped |= dropped_tokens(algorithm.correction.masks, log_rho, advantages, trained, rows, count)
+        dropped |= dropped_tokens(
+            algorithm.correction.masks, log_rho, response.behaviour, advantages, trained, rows, count
+        )
 
         loss = output.loss
         if (estimate := KL_LOSSES[algorithm.kl.kind]) is not None:

@@ -28,8 +28,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "old_logprobs": "rollout", "clip": {"low": 1.0, "high": 4.0}},
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip": {"low": 3e-4, "high": 4e-4}},
     "dppo_tv": {"loss": "dppo_tv", "old_logprobs": "rollout"},
+    "dppo_kl": {"loss": "dppo_kl", "old_logprobs": "rollout"},
     "m2po": {"correction": {"masks": {"m2po": 0.04}}},
     "icepop": {"correction": {"kind": "token_tis", "cap": float("inf"), "masks": {"token": [0.5, 5.0]}}},
+    "kpop": {"correction": {"kind": "token_tis", "cap": float("inf"), "masks": {"kpop": 0.1}}},
 }
 
 
@@ -62,6 +64,22 @@ class DppoTvSettings:
     """The coefficient of a (log ratio)^2 penalty on every token. 0 turns it off."""
 
 
+@section("algorithm.params")
+class DppoKlSettings:
+    """The settings of the loss dppo_kl."""
+
+    kl: PositiveFloat = 0.05
+    """A token is left out once it has moved in the direction of its advantage by a binary KL above this, in nats."""
+
+
+@section("algorithm.params")
+class SatSettings:
+    """The settings of the loss sat."""
+
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Clipping is tighter for the tokens of a micro-batch whose |log ratio| is above this quantile."""
+
+
 @section("algorithm.correction.masks")
 class MasksConfig:
     """Rules that leave tokens and rows out of the loss because they are too far off-policy. Any number of them can
@@ -69,6 +87,9 @@ class MasksConfig:
 
     token: Bounds = UNBOUNDED
     """A token is left out if its rho is outside of [low, high]. IcePop uses [0.5, 5.0]."""
+    kpop: NonNegativeFloat = 0.0
+    """A token is left out if the binary KL divergence of its proximal and behaviour probabilities, in either direction,
+    is above this, in nats, e.g. 0.1. 0: off."""
     sequence: Bounds = UNBOUNDED
     """A row is left out if the product of its tokens' rho is outside of [low, high], e.g. [0.0, 3.0]."""
     geometric: Bounds = UNBOUNDED
@@ -166,7 +187,8 @@ class AlgorithmConfig:
     several turns by the longest length of an episode. An episode counts once, however many rows it has."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """The settings that the chosen loss, advantage and correction declare; dppo_tv has tv and tv_pull."""
+    """The settings that the chosen loss, advantage and correction declare. dppo_tv has tv and tv_pull, dppo_kl
+    has kl, sat has quantile."""
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0

@@ -124,6 +124,10 @@ LOSSES: dict[str, Loss] = {
     "dppo_tv": Loss(
         function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.base.config.algorithm:DppoTvSettings"
     ),
+    "dppo_kl": Loss(
+        function=f"{_LOSSES}:dppo_kl_loss", settings="async_rl.base.config.algorithm:DppoKlSettings"
+    ),
+    "sat": Loss(function=f"{_LOSSES}:sat_loss", settings="async_rl.base.config.algorithm:SatSettings"),
 }
 
 _CORRECTIONS = "learner.algorithms.corrections"

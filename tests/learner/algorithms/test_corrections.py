@@ -39,13 +39,17 @@ def close(got: Tensor, expected: Any) -> None:
 class Case:
     """Rows of log ratios as the tokens of rows, all of one advantage."""
 
-    def __init__(self, log_ratio: list[list[float]], mask: list[list[float]] | None = None, adv: float = 1.0) -> None:
+    def __init__(
+        self, log_ratio: list[list[float]], mask: list[list[float]] | None = None, adv: float = 1.0,
+        behaviour: float | list[float] = -1.0,
+    ) -> None:
         self.log_ratio = tensor(log_ratio)
         self.trained = torch.ones_like(self.log_ratio).bool() if mask is None else tensor(mask).bool()
         self.log_rho = (self.log_ratio * self.trained).flatten()
         self.count = len(log_ratio)
         self.rows = torch.arange(self.count).repeat_interleave(self.log_ratio.shape[1])
         self.advantages = torch.full_like(self.log_rho, adv)
+        self.behaviour = torch.where(self.trained.flatten(), tensor(behaviour), 0.0)
 
     def weights(self, kind: str) -> Tensor:
         """[rows, T], 0 where not trained."""
@@ -55,8 +59,9 @@ class Case:
 
     def dropped(self, **masks: Any) -> list[list[bool]]:
         flat = dropped_tokens(
-            MasksConfig(**masks), self.log_rho, self.advantages, self.trained.flatten(), self.rows, self.count
-        )
+            MasksConfig(**masks), self.log_rho, self.behaviour, self.advantages, self.trained.flatten(), self.rows,
+            self.count,
+        )  # fmt: skip
         return flat.reshape(self.log_ratio.shape).tolist()
 
 
@@ -140,6 +145,24 @@ def test_opsm_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
         assert case.dropped(opsm=vector["delta"])[0] == [not vector["keep"]] * len(log_rho)
 
 
+def test_kpop_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for vector in vectors["divergence_masks"]:
+        log_rho = (tensor(vector["logp"]) - tensor(vector["logq"])).tolist()
+        case = Case([log_rho], behaviour=vector["logq"])
+        dropped = case.dropped(kpop=vector["kpop_limit"])[0]
+        assert dropped == [not keeps for keeps in vector["kpop_keeps"]] and any(dropped)
+
+
+def test_kpop_looks_in_both_directions_and_only_at_trained_tokens() -> None:
+    """Of 0.5 and 0.25 the binary KLs are 0.1438 and 0.1308: the larger counts, whichever policy has which."""
+    half, twice = math.log(0.5), math.log(2.0)
+    up, down = Case([[twice, twice]], [[1, 0]], behaviour=math.log(0.25)), Case([[-twice, -twice]], behaviour=half)
+    assert up.dropped(kpop=0.137) == [[True, False]] and down.dropped(kpop=0.137) == [[True, True]]
+    assert up.dropped(kpop=0.15) == [[False, False]] and down.dropped(kpop=0.15) == [[False, False]]
+    rare = Case([[twice]], behaviour=math.log(1e-3))  # as far by its ratio, but hardly by its probability
+    assert rare.dropped(kpop=0.1) == [[False]] and rare.dropped(token=(0.5, 1.9)) == [[True]]
+
+
 def test_topr_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     for vector in vectors["topr"]:
         case = Case([vector["log_ratio"]], adv=vector["reward"])
@@ -179,7 +202,7 @@ def test_masks_that_are_set_together_all_apply() -> None:
 
 def test_without_masks_nothing_is_dropped_not_even_what_is_not_a_number() -> None:
     assert Case([[20.0, -90.0, 0.0]]).dropped() == [[False] * 3]
-    assert Case([[math.nan, 0.0, 0.0]]).dropped(token=(0.5, 2.0), veto=0.1) == [[False] * 3]
+    assert Case([[math.nan, 0.0, 0.0]]).dropped(token=(0.5, 2.0), veto=0.1, kpop=0.1) == [[False] * 3]
     assert dropped_by_m2po(tensor([math.nan, 0.0, 0.0]), 0.1) == [False] * 3
     off = make_minibatch().m2po_limit
     assert beyond_m2po(tensor([-math.inf, math.nan, 0.0]), torch.arange(3), off).tolist() == [False] * 3

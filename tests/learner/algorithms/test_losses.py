@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rl.base.config.algorithm import ClipConfig, DppoTvSettings
+from async_rl.base.config.algorithm import (
+    ClipConfig,
+    DppoKlSettings,
+    DppoTvSettings,
+    SatSettings,
+)
 from learner.algorithms.losses import (
     LossInputs,
     cispo_loss,
+    dppo_kl_loss,
     dppo_tv_loss,
     gspo_loss,
     kl_k1,
     kl_k2,
     kl_k3,
     ppo_clip_loss,
+    sat_loss,
     value_loss,
 )
+from learner.algorithms.masked_ops import binary_kl
 
 LOGPROB = st.floats(-30, 0, width=32)
 
@@ -108,6 +117,78 @@ def test_dppo_tv_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     settings = DppoTvSettings(tv=0.2, tv_pull=1e-3)
     pulled = dppo_tv_loss(inputs(double([-1.0]), double([-1.5]), double([0.0])), settings)
     close(pulled.loss, [1e-3 * 0.25])
+
+
+def test_the_binary_kl_and_the_tokens_that_dppo_kl_keeps_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["divergence_masks"]:
+        logprobs, centre, advantages = (double(case[key]) for key in ("logp", "logq", "advantages"))
+        for got, expected in (
+            (binary_kl(logprobs, centre), case["binary_kl_pq"]), (binary_kl(centre, logprobs), case["binary_kl_qp"])
+        ):
+            torch.testing.assert_close(got, double(expected), atol=2e-7, rtol=1e-5)  # these were made in float32
+        x = inputs(logprobs, centre, advantages)
+        output = dppo_kl_loss(x, DppoKlSettings(kl=case["dppo_kl_limit"]))
+        kept = torch.tensor(case["dppo_kl_keeps"])
+        assert output.clipped.tolist() == (~kept).tolist() and 0 < int(kept.sum()) < len(kept)
+        close(output.loss, torch.where(kept, -(logprobs - centre).exp() * advantages, 0.0))
+
+
+def test_the_binary_kl_is_that_worked_out_by_hand_and_finite_at_the_ends() -> None:
+    """0.5 ln 2 + 0.5 ln(2 / 3) = 0.143841 and 0.25 ln 0.5 + 0.75 ln 1.5 = 0.130812."""
+    half, quarter = double([0.5]).log(), double([0.25]).log()
+    got = torch.cat([binary_kl(half, quarter), binary_kl(quarter, half)])
+    torch.testing.assert_close(got, double([0.143841, 0.130812]), atol=1e-6, rtol=0)
+    ends = torch.tensor([0.0, -200.0, -1e-9])  # in float32
+    assert torch.isfinite(binary_kl(ends, ends.flip(0))).all() and (binary_kl(ends, ends) == 0).all()
+
+
+def test_dppo_kl_drops_only_tokens_that_move_further_away() -> None:
+    """From 0.25 to 0.75 the binary KL is 0.549; the advantage's sign says whether that is away or back."""
+    low, high = double([0.25]).log(), double([0.75]).log()
+    for centre, logprobs, advantage, drops in (
+        (low, high, 1.0, True), (low, high, -1.0, False), (high, low, -1.0, True), (high, low, 1.0, False),
+        (low, high, 0.0, False),
+    ):  # fmt: skip
+        x = inputs(logprobs, centre, double([advantage]))
+        assert dppo_kl_loss(x, DppoKlSettings()).clipped.tolist() == [drops]
+        assert not dppo_kl_loss(x, DppoKlSettings(kl=0.55)).clipped.any()
+
+
+def test_the_bounds_of_sat_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["divergence_masks"]:
+        logprobs, centre, advantages = (double(case[key]) for key in ("logp", "logq", "advantages"))
+        low, high = double(case["sat_low"]), double(case["sat_high"])
+        eps = case["eps"]
+        assert (low > 1 - eps + 1e-6).any() or (high < 1 + eps - 1e-6).any()
+        ratio = (logprobs - centre).exp()
+        expected = torch.maximum(-ratio * advantages, -torch.clamp(ratio, low, high) * advantages)
+        x = inputs(logprobs, centre, advantages, low=eps, high=eps)
+        torch.testing.assert_close(
+            sat_loss(x, SatSettings(quantile=case["sat_quantile"])).loss, expected, atol=1e-6, rtol=1e-6
+        )
+
+
+def test_sat_shrinks_the_interval_of_the_furthest_tokens_alone() -> None:
+    """|d| is 0.1, 0.2, 0.3, 0.4 of the trained tokens: the quantile 2/3 is 0.3, and c of the last is 1 / (1 + 16/9)."""
+    d = double([0.1, -0.2, 0.3, 0.4, 5.0])
+    trained = torch.tensor([True] * 4 + [False])
+    x = inputs(d, torch.zeros_like(d), double([1.0, -1.0, 1.0, 1.0, 1.0]), trained=trained, low=0.5, high=0.5)
+    settings = SatSettings(quantile=2 / 3)
+    shrunk = 1 + 0.5 / (1 + 16 / 9)
+    close(sat_loss(x, settings).loss[:4], [-math.exp(0.1), math.exp(-0.2), -math.exp(0.3), -shrunk])
+    fixed = dataclasses.replace(x, logprobs=torch.zeros_like(d))
+    assert not sat_loss(fixed, settings).clipped.any()  # no token has moved: nothing shrinks
+    untrained = dataclasses.replace(x, trained=torch.zeros_like(trained))
+    assert sat_loss(untrained, settings).loss.isfinite().all()
+
+
+@given(st.lists(st.tuples(LOGPROB, LOGPROB, st.sampled_from([-1.0, 1.0])), min_size=1, max_size=20))
+def test_sat_never_lets_a_token_move_further_than_ppo(tokens: list[tuple[float, float, float]]) -> None:
+    logprobs, centre, advantages = double(tokens).T
+    x = inputs(logprobs, centre, advantages, low=0.2, high=0.2, dual=0.0)
+    ppo, sat = ppo_clip_loss(x), sat_loss(x, SatSettings())
+    assert (sat.loss >= ppo.loss - 1e-12).all()
+    assert (sat.clipped | ~ppo.clipped).all()
 
 
 def test_value_loss_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
@@ -215,6 +296,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
     "gspo": lambda lp, centre, adv: gspo_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
     "dppo_tv": lambda lp, centre, adv: dppo_tv_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DppoTvSettings()).loss,
+    "dppo_kl": lambda lp, centre, adv: dppo_kl_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DppoKlSettings()).loss,
     "k1": lambda lp, centre, adv: kl_k1(lp, centre),
     "k2": lambda lp, centre, adv: kl_k2(lp, centre),
     "k3": lambda lp, centre, adv: kl_k3(lp, centre),
@@ -231,6 +313,27 @@ def test_gradients_are_those_of_finite_differences(name: str, seed: int) -> None
     advantages = torch.randn(8, generator=generator, dtype=torch.float64)[ANSWERS]
     loss = LOSSES[name]
     assert torch.autograd.gradcheck(lambda lp: loss(lp, centre, advantages), logprobs.requires_grad_(), eps=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gradient_of_sat_is_that_of_finite_differences_with_its_bounds_held(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    centre, noise, advantages = torch.randn(3, 20, generator=generator, dtype=torch.float64)
+    logprobs = (centre + 0.3 * noise).requires_grad_()
+    ratio = noise.mul(0.3).exp()
+    size = (0.3 * noise).abs()
+    limit = sorted(size.tolist())[15]  # the quantile 15 / 19 of 20 values
+    c = torch.where(size > limit, limit**2 / (limit**2 + size**2), 1.0)
+    low, high = 1 - 0.2 * torch.where(noise < 0, c, 1.0), 1 + 0.2 * torch.where(noise > 0, c, 1.0)
+    loss = sat_loss(inputs(logprobs, centre, advantages, low=0.2, high=0.2), SatSettings(quantile=15 / 19)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    step = 1e-6
+    moved = [
+        torch.maximum(-r * advantages, -r.clamp(low, high) * advantages)
+        for r in (ratio * math.exp(step), ratio * math.exp(-step))
+    ]
+    torch.testing.assert_close(gradient, (moved[0] - moved[1]) / (2 * step), atol=1e-6, rtol=1e-6)
+    assert (gradient == 0).any() and (gradient != 0).any()
 
 
 @pytest.mark.parametrize("seed", range(4))

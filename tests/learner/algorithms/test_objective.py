@@ -30,7 +30,7 @@ from tests.kit.learner.batches import make_batch, make_micro, make_minibatch, ma
 
 LENGTHS = (5, 3, 4, 1)
 ALL_MASKS = MasksConfig(
-    token=(0.2, 4.0), sequence=(0.05, 20.0), geometric=(0.5, 2.0), m2po=0.2, opsm=0.3, veto=0.15
+    token=(0.2, 4.0), sequence=(0.05, 20.0), geometric=(0.5, 2.0), kpop=0.05, m2po=0.2, opsm=0.3, veto=0.15
 )
 RULES: dict[str, AlgorithmConfig] = {
     **{
@@ -39,12 +39,13 @@ RULES: dict[str, AlgorithmConfig] = {
     },
     **{
         name: AlgorithmConfig(correction=CorrectionConfig(masks=MasksConfig(**{name: getattr(ALL_MASKS, name)})))
-        for name in ("token", "sequence", "geometric", "m2po", "opsm", "veto")
+        for name in ("token", "sequence", "geometric", "kpop", "m2po", "opsm", "veto")
     },
     "all_masks": AlgorithmConfig(correction=CorrectionConfig(masks=ALL_MASKS)),
     "coupled": AlgorithmConfig(old_logprobs="rollout"),
     "gspo": AlgorithmConfig(loss="gspo", aggregation="sequence_mean"),
     "dppo_tv": AlgorithmConfig(loss="dppo_tv", old_logprobs="rollout"),
+    "dppo_kl": AlgorithmConfig(loss="dppo_kl", old_logprobs="rollout"),
     "constant": AlgorithmConfig(aggregation="constant"),
     "k1_reward": AlgorithmConfig(kl=KlConfig(kind="k1_reward", coef=0.1)),
     "batch_normalised": AlgorithmConfig(correction=CorrectionConfig(kind="token_tis", cap=1.5, batch_normalised=True)),
@@ -56,6 +57,7 @@ RULES: dict[str, AlgorithmConfig] = {
 }
 NOT_THE_GRADIENT_OF_THEIR_VALUE = {
     "cispo": AlgorithmConfig(loss="cispo", old_logprobs="rollout", clip=ClipConfig(low=1.0, high=4.0)),
+    "sat": AlgorithmConfig(loss="sat", old_logprobs="rollout"),
     "interpolate": AlgorithmConfig(old_logprobs="interpolate", epochs=2),
 }
 

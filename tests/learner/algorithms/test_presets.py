@@ -54,7 +54,7 @@ def test_a_preset_trains(preset: str, steps: int, tiny_model_path: Path, one_ran
     metrics = trained(learner_config(tiny_model_path, algorithm=algorithm))
     moved = metrics["offpolicy/kl_proximal_learner_k3"]
     assert moved > 1e-6 if steps > 1 else moved < 1e-9
-    assert (metrics["offpolicy/masked_fraction"] > 0) == (preset in ("m2po", "icepop"))
+    assert (metrics["offpolicy/masked_fraction"] > 0) == (preset in ("m2po", "icepop", "kpop"))
     assert ("vtrace/reach" in metrics) == (preset == "vtrace")
     assert metrics["by_staleness/0/tokens"] + metrics["by_staleness/1/tokens"] > 0
 

@@ -30,6 +30,10 @@ class PassMemory:
     peak: float  # the most at a time: what is kept, and what the backward pass of a block makes
 
 
+_measured: dict[tuple[object, ...], PassMemory] = {}
+"""What `measure_pass` has returned, by its arguments: one start asks several times for the same."""
+
+
 def measure_pass(
     config: Any, row_tokens: int, dtype: torch.dtype, *, checkpoints: bool, masked: bool, slices: int = 1
 ) -> PassMemory:
@@ -46,13 +50,23 @@ def measure_pass(
     Raises:
         NotImplementedError: the model can't run without data, or the ranks that split a row gather its keys.
     """
+    model = (type(config), config.to_json_string(use_diff=False), config._attn_implementation)
+    arguments = (*model, row_tokens, dtype, checkpoints, masked, slices)
+    if arguments not in _measured:
+        _measured[arguments] = _measure(config, row_tokens, dtype, checkpoints, masked, slices)
+    return _measured[arguments]
+
+
+def _measure(
+    config: Any, row_tokens: int, dtype: torch.dtype, checkpoints: bool, masked: bool, slices: int
+) -> PassMemory:
     heads = config.num_attention_heads
     if slices > 1 and not head_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, slices):
         raise NotImplementedError(
             f"learner.sequence_parallel {slices} does not divide the {heads} heads, so that its ranks gather keys"
         )
     if dtype == torch.float32 and getattr(config, "num_experts", None):  # experts compute without data in bfloat16 only
-        half = measure_pass(config, row_tokens, torch.bfloat16, checkpoints=checkpoints, masked=masked, slices=slices)
+        half = _measure(config, row_tokens, torch.bfloat16, checkpoints, masked, slices)
         return PassMemory(2 * half.kept, 2 * half.peak)
 
     def added_row(layers: int) -> np.ndarray:

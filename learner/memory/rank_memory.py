@@ -60,7 +60,6 @@ class RankMemoryEstimate:
         self._process = PROCESS_BYTES[device_type]
         self.dtype = serving_dtype(config, device_type)
         self.networks = networks_of(config)
-        self._rows: dict[tuple[str, bool], PassMemory] = {}
 
     def measure(self, network: NetworkSizes, checkpoints: bool) -> PassMemory:
         """Return the memory of this rank's part of the longest row in a pass of the network.
@@ -70,14 +69,12 @@ class RankMemoryEstimate:
         """
         from learner.memory.passes import measure_pass
 
-        key, config = (network.role, checkpoints), self._config
-        if key not in self._rows:
-            shares_rows = layout_of([SimpleNamespace(config=network.config)]).masked and config.rollout.group_size > 1
-            self._rows[key] = measure_pass(
-                network.config, config.longest_tokens, self.dtype, checkpoints=checkpoints, slices=self._slices,
-                masked=shares_rows and config.model.attn_implementation in ("sdpa", "eager"),
-            )  # fmt: skip
-        return self._rows[key]
+        config = self._config
+        shares_rows = layout_of([SimpleNamespace(config=network.config)]).masked and config.rollout.group_size > 1
+        return measure_pass(
+            network.config, config.longest_tokens, self.dtype, checkpoints=checkpoints, slices=self._slices,
+            masked=shares_rows and config.model.attn_implementation in ("sdpa", "eager"),
+        )
 
     def fits_plain(self, room: int) -> bool:
         """Return whether a rank with `room` bytes trains without checkpointing; False where that can't be computed."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from learner.memory.memory_plan import (
     decide_gradient_checkpointing,
     free_room,
 )
-from learner.memory.passes import PassMemory, measure_pass
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from tests.kit.configs import learner_config, make_config
 from tests.kit.model_headers import QWEN2_5, save_headers
@@ -41,23 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("headers")
     save_headers(Qwen2Config(**QWEN2_5["0.5B"] | {"num_hidden_layers": 4}), folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_pass_is_measured_once() -> Iterator[None]:
-    """Many plans have the same passes: the tests of this file measure each of them one time."""
-    measured: dict[str, PassMemory] = {}
-
-    @functools.wraps(measure_pass)
-    def remembered(config: Any, *args: Any, **settings: Any) -> PassMemory:
-        key = f"{config._attn_implementation} {config.to_json_string()} {args} {sorted(settings.items())}"
-        if key not in measured:
-            measured[key] = measure_pass(config, *args, **settings)
-        return measured[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.memory.passes.measure_pass", remembered)
-        yield
 
 
 def plan(folder: Path, gpus: int = 1, gpu_bytes: int = H100_BYTES, **sections: Any) -> MemoryPlan:

@@ -113,6 +113,7 @@ print("all answered")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_program_may_use_ray_itself_before_and_after_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):

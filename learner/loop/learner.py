@@ -225,7 +225,7 @@ class Learner:
         return [*self.evaluations.make_due(self.version, batch)]
 
     def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:
-        """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`.
+        """Push the weights to every live server; verify the push with a row of `batch` if that is due.
 
         The last push brings the weights that are saved as the result of the run, which the driver has evaluated.
         """
@@ -239,6 +239,8 @@ class Learner:
             Metric("push/pause_s", report.pause_s, unit="s"),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._weights.servers),
             *([Metric("push/lost_servers", float(sum(len(each.servers) for each in lost)), "sum")] if lost else []),
+            *([Metric("parity/weights/compared", float(report.num_compared), "sum")] if report.num_compared else []),
+            *([Metric("parity/weights/unequal", float(report.num_unequal), "sum")] if report.num_unequal else []),
             *([Metric("push/repeats", float(report.num_repeats), "sum")] if report.num_repeats else []),
         ]
         if self.config.weight_sync.delta:

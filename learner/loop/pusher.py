@@ -1,7 +1,9 @@
-"""Pushes the learner's weights to every live server, and verifies the first push.
+"""Pushes the learner's weights to every live server, and verifies the first push and every so many.
 
-A verified push checks two things: the server has loaded every weight, and its logprobs are the learner's. Logprobs
-alone would not show weights that one step has hardly moved, or experts to which no token was sent.
+A verified push compares the sums of each server's weights with the learner's, and then its logprobs. Logprobs alone
+would not show weights that one step has hardly moved, or experts to which no token was sent. The first one also checks
+that a server loads every weight, and an error ends the run. Later ones leave a server that differs out, and the driver
+restarts it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class Pusher:
             self._adapters = AdapterParcels(updater.policy.lm, updater.dtype)
         self.membership = publisher.members
         """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
-        self._is_verified = not config.weight_sync.verify
+        self._verify_every = config.weight_sync.verify_every
+        self._until_verified = 0
+        """Pushes until one is verified again; 0: the next one with a batch."""
+        self._is_first = True
+        """Whether no push was verified yet."""
         self._may_erase = not config.rollout.server_url
         """Whether servers may be filled with NaN. A server that the run did not start may serve others."""
 
@@ -90,21 +96,23 @@ class Pusher:
         report says `repeats`, it is repeated with the same servers.
 
         Args:
-            batch: the first push after which a server lives is verified with a row of this batch. None: no push is
-                verified. Servers that join later are not compared.
+            batch: a push that is due is verified with a row of this batch. The first one is that after which a server
+                lives. None: only the weights of servers that have joined are compared.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, did not answer, or does not serve the learner's
                 weights.
         """
         # before the push, after which servers in turns have the memory that a forward pass needs
-        probe = self._probe(batch) if batch and not self._is_verified else None
+        is_due = self._verify_every > 0 and self._until_verified == 0
+        probe = self._probe(batch) if batch and is_due else None
         lost: list[ServersLost] = []
-        num_repeats = 0
-        erases = self._may_erase and not self._is_verified
+        num_repeats = num_unequal = 0
+        erases = self._may_erase and is_due and self._is_first
         while True:
-            report = self.publisher.push(self._weights(), version, erases=erases)
+            report = self.publisher.push(self._weights(), version, erases=erases, compares=is_due)
             lost += _losses(report)
+            num_unequal += report.num_unequal
             failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
@@ -112,9 +120,11 @@ class Pusher:
             if report.repeats:
                 num_repeats += 1
                 _log.warning("The push of version %d is repeated: %s", version, report.cause)
-        if probe:
-            self._verify(*probe)
-        return replace(report, num_repeats=num_repeats), lost
+        self._until_verified = max(0, self._until_verified - 1)
+        if probe and (others := self._verify(*probe)):
+            lost.append(others)
+            num_unequal += len(others.servers)
+        return replace(report, num_repeats=num_repeats, num_unequal=num_unequal), lost
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context: inside, pushes bring the average weights if learner.ema_decay is set. Collective."""
@@ -134,19 +144,30 @@ class Pusher:
         tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
         return tokens, self._updater.probe_logprobs(tokens)
 
-    def _verify(self, tokens: list[int], logprobs: list[float]) -> None:
+    def _verify(self, tokens: list[int], logprobs: list[float]) -> ServersLost | None:
         """Compare every server's logprobs of the tokens with the learner's, if any server is left. Collective.
 
+        Returns the servers that differ, which get no more weights.
+
         Raises:
-            WeightSyncError: a server does not serve the learner's weights.
+            WeightSyncError: a server does not serve the learner's weights, and no push was verified before.
         """
-        is_verified = torch.tensor(
-            self.publisher.rank == 0
-            and bool(self.membership)
-            and self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
-        )
+        lost, is_verified = None, torch.tensor(False)
+        if self.publisher.rank == 0 and self.membership:
+            tolerance = VERIFY_TOLERANCE[self._updater.dtype]
+            if self._is_first:
+                is_verified.fill_(self.publisher.verify(tokens, logprobs, tolerance))
+            else:
+                found = self.publisher.compare(tokens, logprobs, tolerance)
+                is_verified.fill_(bool(found))
+                if causes := {name: cause for name, cause in found.items() if cause}:
+                    members = self.membership.remove(causes)
+                    servers = tuple((member.name, member.url) for member in members)
+                    lost = ServersLost(servers=servers, cause="; ".join(causes.values()))
         dist.broadcast(is_verified, 0)
-        self._is_verified = bool(is_verified)
+        if is_verified:
+            self._is_first, self._until_verified = False, self._verify_every - 1
+        return lost
 
 
 def _losses(report: PushReport) -> list[ServersLost]:

@@ -26,7 +26,7 @@ from async_rl.base.network import authorization
 if TYPE_CHECKING:
     from async_rl.base.weights.server_admin import Bucket
 
-ERASE, UNLOADED, SUMS = "erase", "unloaded", "sums"
+ERASE, UNLOADED, SUMS, VALUE_SUMS = "erase", "unloaded", "sums", "value_sums"
 """Actions of /weights_checker that our own servers have besides SGLang's: see sglang/server_changes.py."""
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
@@ -151,6 +151,10 @@ class SGLangAdmin:
     def unloaded_weights(self) -> list[str]:
         ranks = self.ask("POST", "/weights_checker", {"action": UNLOADED})["ranks"]
         return sorted({name for rank in ranks for name in rank["checksums"]})
+
+    def value_sums(self) -> tuple[float, float]:
+        found = self.ask("POST", "/weights_checker", {"action": VALUE_SUMS})["ranks"][0]["checksums"]
+        return float(found["values"]), float(found["sizes"])
 
     def weight_sums(self) -> dict[str, str]:
         """Return {name as the server has it: checksum of the bits (async_rl/base/weights/parcels.py)} of each weight.

@@ -124,7 +124,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_there_are() -> None:
         ("run.name=null", "nothing"), ("run.seed=-1", "-1"), ("run.seed=4294967296", "4294967296"),
         ("run.seconds=.inf", "inf"), ("rollout.engine=trt", "'trt'"), ("learner.betas=[0.9]", "[0.9] (list)"),
         ("learner.lr=fast", "'fast' (str)"), ("model.lora.target_modules=q_proj", "'q_proj' (str)"),
-        ("weight_sync.verify=1", "1 (int)"), ("critic.lr=.inf", "inf"), ("eval.temperature=-1", "-1"),
+        ("weight_sync.delta=1", "1 (int)"), ("critic.lr=.inf", "inf"), ("eval.temperature=-1", "-1"),
         ("timeouts.push_s=.inf", "inf"), ("timeouts.buffer_s=1e7", "10000000.0"), ("task.params={1: 2}", "1 (int)"),
     ],
 )

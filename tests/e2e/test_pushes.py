@@ -48,7 +48,7 @@ def test_servers_hold_the_bits_of_each_version_of_a_run(
     config = configured(
         smoke_yaml, tmp_path, engine, form, f"weight_sync.transport={GLOO}", "checkpoint.models_every_steps=1"
     )
-    assert config.weight_sync.verify
+    assert config.weight_sync.verify_every > 0
     run(config)
     pushes = noted(config.run_dir)
     assert sorted(pushes) == [1, 2, 3]

@@ -36,7 +36,7 @@ def extended_config(
     params = {} if engine == OBJECT_ENGINE else {"file": "tokens"}
     return changed(
         config, run=RunConfig(dir=str(run_dir)), rollout={"engine": engine, "params": params},
-        weight_sync=WeightSyncConfig(transport=transport, verify=verify),
+        weight_sync=WeightSyncConfig(transport=transport, verify_every=50 * verify),
     )
 
 

@@ -220,7 +220,7 @@ def test_other_ranks_that_split_rows_or_not_resume_to_the_same_weights(
 def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     open_run: OpenRun, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    every = {"checkpoint": {"every_steps": 2}, "weight_sync": {"verify": False}}
+    every = {"checkpoint": {"every_steps": 2}, "weight_sync": {"verify_every": 0}}
     list(open_run(5, run={"name": "a"}, **every).run())
     weights = publisher.weights
     assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]

@@ -127,7 +127,7 @@ def test_no_version_that_is_due_is_skipped_where_its_checkpoint_may_be_the_best(
 def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     open_beside: OpenRun, of_eval: FakePublisher
 ) -> None:
-    learner = open_beside(8, weight_sync={"verify": False})
+    learner = open_beside(8, weight_sync={"verify_every": 0})
     of_eval.dies_next = "eval/0"
     reports = []
     for report in evaluate(learner, ends=[0, 2, 4, 6]):
@@ -148,7 +148,7 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
 def test_an_evaluation_server_that_dies_while_the_learner_starts_is_reported(
     open_beside: OpenRun, of_eval: FakePublisher
 ) -> None:
-    learner = open_beside(2, weight_sync={"verify": False})
+    learner = open_beside(2, weight_sync={"verify_every": 0})
     of_eval.dies_at_start = "eval/0"
     lost, skipped, *steps = learner.run()
     assert lost == ServersLost(servers=(("eval/0", "http://e"),), cause="eval/0 did not answer")

@@ -87,7 +87,7 @@ def test_an_evaluation_that_holds_pushes_ends_before_the_learner_takes_gpu_memor
     open_run: OpenRun, publisher: FakePublisher, keep_best: int
 ) -> None:
     learner = open_run(
-        3, weight_sync={"verify": False}, rollout={"engine": "sglang"}, placement={"colocated": True},
+        3, weight_sync={"verify_every": 0}, rollout={"engine": "sglang"}, placement={"colocated": True},
         staleness={"max": 0}, eval={"every_steps": 1, "pin_version": not keep_best},
         checkpoint={"every_steps": 1, "keep_best": keep_best},
     )
@@ -148,7 +148,7 @@ def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
     learner = open_run(
         2, checkpoint={"every_steps": 1}, rollout={"engine": "sglang"}, staleness={"max": 0},
         placement={"colocated": True}, eval={"every_steps": 1, "pin_version": True},
-        weight_sync={"on_update": "drain", "verify": False},
+        weight_sync={"on_update": "drain", "verify_every": 0},
     )
     for slow in ("FakeClient.buffer_checkpoint", "FakeClient.await_push", "FakePublisher.release_server_memory"):
         monkeypatch.setattr(f"tests.kit.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})

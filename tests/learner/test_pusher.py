@@ -32,7 +32,7 @@ def joining(learner: Learner) -> threading.Thread:
 def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
     open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_run(3, weight_sync={"every_steps": 2, "verify": False})
+    learner = open_run(3, weight_sync={"every_steps": 2, "verify_every": 0})
     back = joining(learner)
     reports = list(learner.run())
     back.join()
@@ -45,7 +45,7 @@ def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
 def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    learner = open_run(2, weight_sync={"verify": False})
+    learner = open_run(2, weight_sync={"verify_every": 0})
     back = joining(learner)
     publisher.dies_next = "rollout/0"
     reports = learner.run()
@@ -64,7 +64,7 @@ def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_versio
     open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     """A server that the push dropped may live on. It would sample those groups from older weights."""
-    learner = open_run(2, weight_sync={"verify": False}, checkpoint={"every_steps": 1})
+    learner = open_run(2, weight_sync={"verify_every": 0}, checkpoint={"every_steps": 1})
     fake_buffer.calls = publisher.calls
     publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
     publisher.dies_next = "rollout/1"
@@ -79,7 +79,7 @@ def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_versio
 def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_error(
     version: int, open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_run(2, weight_sync={"verify": False})
+    learner = open_run(2, weight_sync={"verify_every": 0})
     learner.version = version
     publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
     publisher.dies_at_start = "rollout/1"
@@ -94,7 +94,7 @@ def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
 ) -> None:
     learner = open_run(
         4, eval={"every_steps": 1, "pin_version": True},
-        weight_sync={"every_steps": 2, "on_update": "drain", "verify": False},
+        weight_sync={"every_steps": 2, "on_update": "drain", "verify_every": 0},
     )
     calls = fake_buffer.calls = publisher.calls
 
@@ -141,6 +141,28 @@ def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
     publisher.dies_before_verification = True
     verified = [len(publisher.verified) for report in learner.run() if isinstance(report, StepDone)]
     assert verified == [0, 1, 1]
+
+
+def test_the_first_push_and_every_so_many_are_verified(open_run: OpenRun, publisher: FakePublisher) -> None:
+    list(open_run(6, weight_sync={"verify_every": 2}).run())
+    assert publisher.checked == [(1, True, True), (3, False, True), (5, False, True)]
+    assert len(publisher.verified) == 3
+
+
+def test_a_server_whose_logprobs_differ_later_is_reported_and_gets_no_more_weights(
+    open_run: OpenRun, publisher: FakePublisher
+) -> None:
+    learner = open_run(3, weight_sync={"verify_every": 1})
+    publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
+    reports = learner.run()
+    next(reports)
+    publisher.differs_next = "rollout/1"
+    lost, second, third = reports
+    assert lost == ServersLost(servers=(("rollout/1", "http://y"),), cause="rollout/1 differs")
+    assert isinstance(second, StepDone) and isinstance(third, StepDone)
+    assert reduce_metrics(second.metrics)["parity/weights/unequal"] == 1.0
+    assert "parity/weights/unequal" not in reduce_metrics(third.metrics)
+    assert publisher.members.names == ("rollout/0",)
 
 
 CONNECTS_LATE = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cpu",), connects_late=True)

@@ -57,7 +57,7 @@ def test_the_end_of_a_start_that_never_began_changes_nothing() -> None:
 def learner(open_run: OpenRun) -> Learner:
     """A learner that makes two steps in turns with its server."""
     return open_run(
-        2, weight_sync={"verify": False}, rollout={"engine": "sglang"}, placement={"colocated": True},
+        2, weight_sync={"verify_every": 0}, rollout={"engine": "sglang"}, placement={"colocated": True},
         staleness={"max": 0}, timeouts={"batch_s": 20},
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.base.config import Config, ModelConfig
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.weights import open_publisher
-from async_rl.base.weights.publisher import Tolerance
+from async_rl.base.weights.checkpoint_names import to_checkpoint
+from async_rl.base.weights.parcels import value_sums
+from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher
 from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine
 from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
+from tests.kit.tiny_moe import moe_model, save_moe
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 
@@ -113,3 +117,105 @@ def test_one_token_may_differ_by_the_rounding_of_a_large_bfloat16_logit(model_fo
     verify(server_config("hf", model_folder), rounded, torch.bfloat16)
     with pytest.raises(WeightSyncError, match=r"5\.00e-01"):
         verify(server_config("hf", model_folder), rounded, torch.float32)
+
+
+def test_sums_of_weights_are_those_of_fused_and_padded_ones_and_show_one_empty_expert() -> None:
+    """The sizes of 1, -2, 3, -4 add up to 10 and the values to -2, whatever the shapes, types and padding."""
+    q, k = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, -4.0]])
+    fused = torch.cat([q, k, torch.zeros(3, 2)]).T
+    assert value_sums([q, k]) == value_sums([fused]) == value_sums([fused.bfloat16(), torch.arange(9)]) == (-2.0, 10.0)
+    torch.manual_seed(0)
+    experts = torch.randn(8, 300, 500)  # more than one chunk
+    values, sizes = value_sums([experts])
+    assert values == pytest.approx(float(experts.double().sum()), abs=1e-11 * sizes)
+    shuffled = value_sums(experts[torch.randperm(8)].transpose(1, 2).unbind(0))
+    assert shuffled == pytest.approx((values, sizes), abs=1e-11 * sizes)
+    experts[3] = 0
+    assert abs(value_sums([experts])[1] - sizes) > 0.1 * sizes
+
+
+class WeighedServer:
+    """A server whose weights have given sums."""
+
+    def __init__(self, *sums: float) -> None:
+        self.sums = sums
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: []
+
+    def is_ready(self) -> bool:
+        return True
+
+    def value_sums(self) -> tuple[float, ...]:
+        return self.sums
+
+
+def push_to(publisher: WeightPublisher, *, compares: bool) -> PushReport:
+    return publisher.push(iter([("w", torch.tensor([1.0, -2.0]))]), 1, compares=compares)
+
+
+def weighing(*servers: WeighedServer, rank: int = 0, **weight_sync: Any) -> WeightPublisher:
+    lora = {"rank": rank}
+    config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE}, weight_sync=weight_sync, model={"lora": lora})
+    return publisher_for(config, [url_of(server) for server in servers])
+
+
+def test_a_server_that_comes_to_hold_other_weights_is_left_out_and_named_and_the_others_get_the_push_again() -> None:
+    good, bad = WeighedServer(-1.0, 3.0), WeighedServer(-1.0, 3.0)
+    publisher = weighing(good, bad)
+    assert push_to(publisher, compares=True).num_compared == 2
+    bad.sums = (-1.0, 3.0 + 1e-9)
+    assert push_to(publisher, compares=False).num_compared == 0
+    report = push_to(publisher, compares=True)
+    assert [member.name for member in report.lost] == ["rollout/1"] and report.num_unequal == 1
+    assert report.has_failed and "rollout/1" in report.cause and "rollout/0" not in report.cause
+    again = push_to(publisher, compares=True)
+    assert not again.has_failed and again.num_compared == 1 and publisher.members.names == ("rollout/0",)
+
+
+def test_a_server_that_keeps_weights_in_another_form_is_not_compared() -> None:
+    publisher = weighing(WeighedServer(0.5, 1.5), WeighedServer(-1.0, 3.0))
+    assert [push_to(publisher, compares=True).num_compared for _ in range(2)] == [1, 1]
+    assert not push_to(publisher, compares=True).lost
+
+
+def test_a_server_that_joins_is_compared_in_its_first_push() -> None:
+    publisher = weighing(WeighedServer(-1.0, 3.0))
+    assert push_to(publisher, compares=True).num_compared == 1
+    publisher.members.leave("rollout/0")
+    publisher.members.add("rollout/0", url_of(WeighedServer(-2.0, 3.0)))  # its own model folder is another one
+    report = push_to(publisher, compares=False)
+    assert [member.name for member in report.lost] == ["rollout/0"]
+
+
+def test_nothing_is_compared_with_verify_every_0_or_where_adapters_travel() -> None:
+    servers = WeighedServer(-1.0, 3.0), WeighedServer(9.0, 9.0)
+    assert push_to(weighing(*servers, verify_every=0), compares=True).num_compared == 0
+    assert push_to(weighing(*servers, rank=4, lora="adapter"), compares=True).num_compared == 0
+
+
+def test_an_expert_that_the_hf_engine_does_not_load_is_found_in_the_next_verified_push(tmp_path: Path) -> None:
+    """The expert is empty: no weight is NaN, and no token of the text need go to it."""
+    config = changed(server_config("hf", save_moe(tmp_path / "model")), run={"dir": tmp_path}, weight_sync={"transport": "disk"})
+
+    async def use(engine: HFEngine) -> None:
+        publisher = open_publisher(config, [engine.url], 0, torch.device("cpu"))
+
+        def push(version: int) -> PushReport:
+            model = moe_model(version)
+            tensors = to_checkpoint(model, model.named_parameters())
+            return publisher.push(tensors, version, erases=version == 1, compares=True)
+
+        assert (await asyncio.to_thread(push, 1)).num_compared == 1
+        load = engine.load_weights
+
+        async def load_all_but_one(tensors: dict[str, torch.Tensor], version: int) -> None:
+            tensors["model.layers.1.mlp.experts.down_proj"][0] = 0
+            await load(tensors, version)
+
+        engine.load_weights = load_all_but_one  # type: ignore[method-assign]
+        report = await asyncio.to_thread(push, 2)
+        assert [member.name for member in report.lost] == ["rollout/0"] and report.num_unequal == 1
+        publisher.close()
+
+    with_engine(config, use)

@@ -67,9 +67,10 @@ class WeightSyncConfig(OnePart):
     """Push only the values that have changed since the push before; all of them when a server has joined or a push has
     failed. It pays where servers compute in bfloat16, because a step changes few bfloat16 values; with the transports
     nccl, gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
-    verify: bool = True
-    """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
-    server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
+    verify_every: NonNegativeInt = 50
+    """Verify the first push, then every so many: the sums of a server's weights and its logprobs of a probe text must
+    be the learner's. In the first one every weight is also set to NaN before it, and must be loaded. A server that
+    serves something else in a later one is restarted. 0: never."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that `transport`, one of your own, declares."""
 

@@ -39,7 +39,8 @@ class StepDone(TimedReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersLost:
-    """A weight push has dropped the rollout servers that did not answer; the driver restarts them.
+    """A weight push has dropped the rollout servers that did not answer, or serve other weights; the driver restarts
+    them.
 
     A dropped server gets no more weights, even if it is still alive.
     """

@@ -14,16 +14,20 @@ States on rank 0 (`PushState`):
                 gathers the first tensors or stages all of them.
     sending     The servers are paused and receive the weights. With weight_sync.double_buffer they first receive them
                 next to the weights in use, and are paused then.
-    verifying   Each server has loaded the new weights and is still paused. The first push checks that every weight has
-                arrived. Then the servers resume.
+    verifying   Each server has loaded the new weights and is still paused. A push that is verified compares the sums of
+                its weights with the learner's; the first one checks that every weight has arrived. Then the servers
+                resume.
     serving     Every member serves the version.
-    lost        An attempt failed. Either an error is raised, or members that died or hang are removed, the others have
+    lost        An attempt failed. Either an error is raised, or members that died, hang or hold other weights are
+                removed, the others have
                 ended an update that had begun, and the report asks for another push. Servers that were paused stay
                 paused: no server ever samples from half-loaded weights.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,11 +36,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.base.telemetry.timeline import Span
 from async_rl.base.weights.members import LOST_WITHIN_S, Member, start_together, wait_for_silent
+from async_rl.base.weights.parcels import value_sums
 from async_rl.base.weights.server_admin import ServerAdmin
 from async_rl.base.weights.transport import Transport, serving_dtype
 
@@ -44,6 +50,12 @@ if TYPE_CHECKING:
     from async_rl.base.weights.cuda_ipc import FreedMemory
     from async_rl.base.weights.parcels import ChangedWeights
 
+_log = logging.getLogger(__name__)
+
+VERIFICATION = "weight verification"
+SUMS_AGREE = 1e-11
+"""Sums of weights agree if they differ by at most this share of the sum of their sizes. Sums in float64 round by less;
+a single expert that is empty changes them by far more."""
 SILENCES = 3
 """At most so many pushes in a row are repeated because servers did not answer and then answer again."""
 
@@ -78,6 +90,10 @@ class PushReport:
     sparse push and gets whole weights now, or a new process answers at the URL of a server that died."""
     num_repeats: int = 0
     """How often the push was repeated with the same servers before it succeeded."""
+    num_compared: int = 0
+    """The servers whose weights were compared with the learner's by their sums, and were equal."""
+    num_unequal: int = 0
+    """The servers among `lost` that answer, but hold other weights."""
     changed_share: float = 1.0
     """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
 
@@ -120,6 +136,11 @@ class WeightPublisher:
             from async_rl.base.weights.cuda_ipc import FreedMemory
 
             self._memory = FreedMemory(config, rank, device)
+        self._compared: set[Member] = set()
+        """The members whose weights were compared since they joined."""
+        self._comparable: dict[str, bool] = {}
+        """[server] whether the sums of its weights were the learner's when they were first compared. They are not where
+        a server keeps other weights than the model folder has, such as packed or split ones."""
         self._silences = 0
         self._has_repeated = False
         """Whether the push was repeated already because it broke while every server answered."""
@@ -141,7 +162,7 @@ class WeightPublisher:
         return PushReport()
 
     def push(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False, compares: bool = False
     ) -> PushReport:
         """Make one attempt to bring the weights to every member; return once all of them serve `version`. Collective.
 
@@ -152,6 +173,9 @@ class WeightPublisher:
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
                 tensors must be finite.
+            compares: compare the sums of each server's weights with those of the tensors; a server whose sums differ,
+                although they were equal in the first comparison, is lost. Otherwise only servers that have joined since
+                the last comparison are compared.
 
         Raises:
             WeightSyncError: a live server refused the weights twice, or did not load some. It stays paused and must
@@ -164,7 +188,7 @@ class WeightPublisher:
             self._memory.begin_push()
         try:
             if self.rank == 0:
-                return self._push(tensors, version, erases)
+                return self._push(tensors, version, erases, compares)
             self.transport.help(tensors, version)
             return PushReport()
         finally:
@@ -174,11 +198,17 @@ class WeightPublisher:
             if self.rank > 0 and self._memory:
                 self._memory.free(self._memory.GATHERED)
 
-    def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
+    def _push(
+        self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool, compares: bool
+    ) -> PushReport:
         """Do the work of `push` on rank 0, except for gathering what is left after an error."""
         self.members.apply_reports()
         self.state = PushState.GATHERING
         is_staged = self.config.weight_sync.double_buffer != "none"
+        sums = _Sums(serving_dtype(self.config, self.transport.device.type))
+        compared = self._to_compare(compares)
+        if compared:
+            tensors = sums.over(tensors)
         try:
             if self._changes is not None:
                 self._changes.is_sparse = False  # as of the push before
@@ -200,7 +230,11 @@ class WeightPublisher:
             self.members.call(lambda admin: admin.end_update(), "end of a weight push")
             self.state = PushState.VERIFYING
             if erases:
-                check_loaded(self.members.call(lambda admin: admin.unloaded_weights(), "weight verification"))
+                check_loaded(self.members.call(lambda admin: admin.unloaded_weights(), VERIFICATION))
+            if unequal := self._unequal(compared, sums.total):
+                self.state = PushState.LOST
+                lost = self.members.remove(unequal)
+                return PushReport(lost=lost, cause="; ".join(unequal.values()), num_unequal=len(lost))
             self._resume()
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
@@ -212,8 +246,40 @@ class WeightPublisher:
         return PushReport(
             changed_share=1.0 if self._changes is None else self._changes.changed_share,
             seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
+            num_compared=sum(self._comparable[member.name] for member in compared),
             spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.members.names),
         )
+
+    def _to_compare(self, compares: bool) -> list[Member]:
+        """Return the members whose weights are compared in this push: all, or those that have joined since."""
+        sync, current = self.config.weight_sync, self.members.current
+        self._compared &= set(current)
+        if not sync.verify_every or sync.lora == "adapter":  # the tensors are adapters, which no server keeps
+            return []
+        return [
+            member for member in current
+            if (compares or (self._comparable and member not in self._compared))
+            and self._comparable.get(member.name, True)
+        ]
+
+    def _unequal(self, compared: Sequence[Member], learners: tuple[float, float]) -> dict[str, str]:
+        """Return {name: how its weights differ} of the members that hold other weights than the learner's sums say."""
+        if not compared:
+            return {}
+        calls = self.members.calls(lambda admin: admin.value_sums())
+        found = start_together({m.name: calls[m.name] for m in compared}, self.members.limit, VERIFICATION)()
+        unequal = {
+            name: f"{VERIFICATION}: the weights of {name} are not the learner's: their values add up to {served[0]!r}, "
+            f"their sizes to {served[1]!r}, the learner's to {learners[0]!r} and {learners[1]!r}"
+            for name, served in found.items()
+            if not all(abs(a - b) <= SUMS_AGREE * learners[1] for a, b in zip(served, learners, strict=True))
+        }
+        for member in compared:
+            is_equal = member.name not in unequal
+            if not self._comparable.setdefault(member.name, is_equal) and unequal.pop(member.name, ""):
+                _log.info("%s keeps other weights than its model folder has: their sums are not compared", member.name)
+        self._compared.update(member for member in compared if member.name not in unequal)
+        return unequal
 
     def _pause(self, erases: bool) -> None:
         """Pause each server, and allocate its weights again if they were released."""
@@ -309,25 +375,39 @@ class WeightPublisher:
     def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> bool:
         """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
 
-        `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
-        Servers that have died since the push are left to the next push. Returns whether any server was compared.
+        Returns whether any server was compared. The arguments are those of `compare`.
 
         Raises:
             WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
         """
+        found = self.compare(tokens, learner_logprobs, tolerance)
+        for difference in found.values():
+            if difference:
+                raise WeightSyncError(difference)
+        return bool(found)
+
+    def compare(
+        self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance
+    ) -> dict[str, str]:
+        """Return {name: how its logprobs of `tokens` differ from the learner's, "" if they agree} of every server.
+
+        `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
+        Servers that have died since the push are left to the next push. Only rank 0 calls this.
+
+        Raises:
+            WeightSyncError, WaitTimeoutError: a live server can't compute them, or does not answer.
+        """
         calls, scores = self.members.calls(lambda admin: admin.score_tokens(tokens)), dict[str, list[float]]()
         while calls and not scores:
             try:
-                scores = start_together(calls, self.members.limit, "weight verification")()
+                scores = start_together(calls, self.members.limit, VERIFICATION)()
             except (WeightSyncError, WaitTimeoutError):
                 probes = self.members.probes()
                 dead = wait_for_silent({name: probes[name] for name in calls}, self.lost_within_s)
                 if not dead:
                     raise
                 calls = {name: call for name, call in calls.items() if name not in dead}
-        for name, served in scores.items():
-            check_logprobs(name, served, learner_logprobs, tolerance)
-        return bool(scores)
+        return {name: difference(name, served, learner_logprobs, tolerance) for name, served in scores.items()}
 
     def close(self) -> None:
         self.transport.close()
@@ -342,31 +422,46 @@ def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
     for name, weights in unloaded.items():
         if weights:
             raise WeightSyncError(
-                f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
+                f"{VERIFICATION}: the push did not reach {len(weights)} weights of {name}, which would stay "
                 f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
                 "weights under the names of its folder. Set another rollout.engine; if you know that training "
-                "never changes these weights, set weight_sync.verify: false"
+                "never changes these weights, set weight_sync.verify_every: 0"
             )
 
 
-def check_logprobs(name: str, served: Sequence[float], learners: Sequence[float], tolerance: Tolerance) -> None:
-    """Check that the logprobs of a text that the server `name` computed agree with the learner's.
-
-    Raises:
-        WeightSyncError: they differ by more than `tolerance`.
-    """
+def difference(name: str, served: Sequence[float], learners: Sequence[float], tolerance: Tolerance) -> str:
+    """Return how the logprobs of a text that the server `name` computed differ from the learner's; "" if they agree."""
     if len(served) != len(learners):
-        raise WeightSyncError(
-            f"weight verification: {name} returned {len(served)} logprobs, the learner {len(learners)} for the same "
+        return (
+            f"{VERIFICATION}: {name} returned {len(served)} logprobs, the learner {len(learners)} for the same "
             "tokens: they must be as many"
         )
     differences = [abs(a - b) for a, b in zip(served, learners, strict=True)]
     mean, largest = sum(differences) / len(differences), max(differences)
-    if not (mean <= tolerance.mean and largest <= tolerance.largest):
-        raise WeightSyncError(
-            f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
-            f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
-            f"{tolerance.largest:.0e}): it does not serve the learner's weights, or rounds far more than "
-            "other models in bfloat16. Check that model.path holds the same model on its host and the learner's; if it "
-            "does, set another weight_sync.transport, or weight_sync.verify: false."
-        )
+    if mean <= tolerance.mean and largest <= tolerance.largest:
+        return ""
+    return (
+        f"{VERIFICATION}: after the push {name} gives logprobs that differ from the learner's by {mean:.2e} in the "
+        f"mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed {tolerance.largest:.0e}): it does not "
+        "serve the learner's weights, or rounds far more than other models in bfloat16. Check that model.path holds "
+        "the same model on its host and the learner's; if it does, set another weight_sync.transport, or "
+        "weight_sync.verify_every: 0."
+    )
+
+
+class _Sums:
+    """The sums of the values of weights, and of their sizes, as servers of a type keep them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._parts: list[tuple[float, float]] = []
+
+    def over(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, and add each to the sums."""
+        for name, tensor in named_tensors:
+            self._parts.append(value_sums([tensor.to(self._dtype)]))
+            yield name, tensor
+
+    @property
+    def total(self) -> tuple[float, float]:
+        return math.fsum(values for values, _ in self._parts), math.fsum(sizes for _, sizes in self._parts)

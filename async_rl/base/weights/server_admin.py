@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from async_rl.base.seams import EngineEntry
 
 _IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
-_OF_VERIFICATION = ("erase_weights", "unloaded_weights", "score_tokens")
+_OF_VERIFICATION = ("erase_weights", "unloaded_weights", "value_sums", "score_tokens")
 _FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")
 _OF_A_WAY = {
     "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket", "note_mapped"),
@@ -108,6 +108,9 @@ class ServerAdmin(Protocol):
     def unloaded_weights(self) -> list[str]:
         """Return the names, as the server has them, of all weights that hold a NaN."""
 
+    def value_sums(self) -> tuple[float, float]:
+        """Return (sum of x, sum of |x|) over all values of the weights in use, in float64, while paused or not."""
+
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         """Return the len(tokens) - 1 values log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, as served."""
 
@@ -116,7 +119,7 @@ def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[
     """Return {call that `admin`, the ServerAdmin class of an engine's entry, does not define: what needs it}.
 
     Args:
-        verifies: whether weight_sync.verify is set.
+        verifies: whether weight_sync.verify_every is set.
     """
     needed = dict.fromkeys(_IN_EACH_PUSH, "every push")
     for way in entry.receives:
@@ -124,7 +127,7 @@ def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[
     if entry.releases_memory:
         needed |= dict.fromkeys(("release_memory", "resume_memory"), "`releases_memory`")
     if verifies:
-        needed |= dict.fromkeys(_OF_VERIFICATION, "weight_sync.verify")
+        needed |= dict.fromkeys(_OF_VERIFICATION, "weight_sync.verify_every")
     return {
         call: why for call, why in needed.items()
         if getattr(admin, call, None) in (None, getattr(ServerAdmin, call))  # a subclass of the Protocol inherits stubs

@@ -124,7 +124,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         if not config.rollout.server_url:
             settings = resolve(config, engine_of(config, config.server_names[config.engines.index(name)]))
             add("rollout.engine", name, partial(check_model, settings), MODEL, pools=servers)
-        add("how the learner updates servers", name, partial(_check_admin, name, entry, config.weight_sync.verify))
+        verifies = config.weight_sync.verify_every > 0
+        add("how the learner updates servers", name, partial(_check_admin, name, entry, verifies))
     add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), pools=("learner",))
     if pushed := config.checkpoint.push_to_hub:
         add("checkpoint.push_to_hub", pushed, lambda: check_login(config))

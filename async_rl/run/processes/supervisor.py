@@ -360,8 +360,8 @@ class Supervisor:
                     # Otherwise the loss is known already: the server is being restarted, or runs at another URL.
                     if name in self._running and self._urls.get(name, url) == url:
                         self._declare_lost(name, ProcessDiedError(
-                            f"{self._processes.on_host(name)} did not answer after a weight push that failed"
-                            f"{report.cause and f' ({report.cause})'}, and gets no more weights"
+                            f"{self._processes.on_host(name)} did not answer after a weight push that failed, or "
+                            f"serves other weights{report.cause and f' ({report.cause})'}, and gets no more weights"
                             f"{self._processes.log_tail(name)}"
                         ))
             case EvaluationDue():

@@ -39,11 +39,11 @@ from async_rl.base.network import authorization
 from async_rl.base.ports import open_listener
 from async_rl.base.weights.broadcast import Receiver
 from async_rl.base.weights.checkpoint_names import from_checkpoint, to_checkpoint
-from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
+from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel, value_sums
 from async_rl.base.weights.transport import serving_dtype
 from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, StopTexts, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
-from rollout_server.engines.http_admin import ERASE, SUMS
+from rollout_server.engines.http_admin import ERASE, SUMS, VALUE_SUMS
 
 Result = TypeVar("Result")
 Job = tuple[Callable[[], Any], Future[Any]]
@@ -156,6 +156,10 @@ class HFEngine:
         """Return the names of the weights that hold a NaN."""
         named = list(self.model.named_parameters())
         return await self.between_tokens(lambda: [name for name, p in named if bool(p.amax().isnan())])
+
+    async def value_sums(self) -> tuple[float, float]:
+        """Return the sum of the values of all weights, and of their sizes."""
+        return await self.between_tokens(lambda: value_sums(self.model.parameters()))
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 for each i, len(tokens) - 1 numbers."""
@@ -302,6 +306,10 @@ class ServedModel(Protocol):
         """Return the names of the weights that hold a NaN."""
         ...
 
+    async def value_sums(self) -> tuple[float, float]:
+        """Return the sum of the values of all weights, and of their sizes."""
+        ...
+
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i, len(tokens) - 1 numbers."""
         ...
@@ -442,6 +450,9 @@ class WeightEndpoints:
         if body["action"] == SUMS:
             weights = _checkpoint_state(self._engine.model).items()
             return {"ranks": [{"checksums": {name: str(checksum(w.cpu().contiguous())) for name, w in weights}}]}
+        if body["action"] == VALUE_SUMS:
+            values, sizes = await self._engine.value_sums()
+            return {"ranks": [{"checksums": {"values": repr(values), "sizes": repr(sizes)}}]}
         return {"ranks": [{"checksums": dict.fromkeys(await self._engine.unloaded_weights(), "nan")}]}
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.broadcast import abort_when_told, receive_announced
-from async_rl.base.weights.parcels import Rebuilder, checksum, holds_nan, is_parcel
-from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED
+from async_rl.base.weights.parcels import Rebuilder, checksum, holds_nan, is_parcel, value_sums
+from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
 from rollout_server.engines.sglang import staged_weights
 from rollout_server.engines.sglang.admin import BASE_VARIABLE
 from rollout_server.engines.sglang.decode_attention import decode_attention
@@ -80,10 +80,9 @@ def _erase_or_handle(checker: WeightChecker, action: str, *args: Any, role: str,
     if action == ERASE:
         erase(model)
         return None
-    if action in (UNLOADED, SUMS):  # in the form of SGLang's checksums, which are gathered from all ranks
+    if find := _FOUND.get(action):  # in the form of SGLang's checksums, which are gathered from all ranks
         place = checker._parallelism_info(role=role).model_dump()
-        found = dict.fromkeys(unloaded(model), "nan") if action == UNLOADED else weight_sums(model)
-        return {"checksums": found, "per_gpu_checksum": "", "parallelism_info": place}
+        return {"checksums": find(model), "per_gpu_checksum": "", "parallelism_info": place}
     return _handle(checker, action, *args, role=role, **options)
 
 
@@ -108,6 +107,17 @@ def unloaded(model: nn.Module) -> list[str]:
 def weight_sums(model: nn.Module) -> dict[str, str]:
     """Return {name: checksum of the bits} of each parameter. SGLang's own checksums need a GPU."""
     return {name: str(checksum(parameter.detach().cpu().contiguous())) for name, parameter in model.named_parameters()}
+
+
+def _value_sums(model: nn.Module) -> dict[str, str]:
+    values, sizes = value_sums(model.parameters())
+    return {"values": repr(values), "sizes": repr(sizes)}
+
+
+_FOUND: dict[str, Callable[[nn.Module], dict[str, str]]] = {
+    UNLOADED: lambda model: dict.fromkeys(unloaded(model), "nan"), SUMS: weight_sums, VALUE_SUMS: _value_sums,
+}
+"""What actions of the weight checker return of a model."""
 
 
 def _load_rebuilt(updater: WeightUpdater, named_tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:

@@ -128,6 +128,10 @@ class VLLMAdmin:
         workers = self.ask("POST", "/collective_rpc", {"method": "unloaded_weights"})["results"]
         return sorted({name for names in workers for name in names})
 
+    def value_sums(self) -> tuple[float, float]:
+        values, sizes = self.ask("POST", "/collective_rpc", {"method": "value_sums"})["results"][0]
+        return float(values), float(sizes)
+
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         body = {
             "token_ids": list(tokens), "cache_salt": f"score-{time.time_ns()}",  # a new salt: no KV of older weights

@@ -67,6 +67,10 @@ class FakePublisher:
         """Name of a server that dies while the learner starts."""
         self.dies_before_verification = False
         """Whether all servers die between the next push and its verification."""
+        self.differs_next = ""
+        """Name of a server whose logprobs differ in the next comparison after the first."""
+        self.checked: list[tuple[int, bool, bool]] = []
+        """(version, erases, compares) of each push that does either."""
         self.released: list[str] = []
         """URLs of the servers that were asked to release their memory."""
         self.seconds = 0.5
@@ -85,9 +89,13 @@ class FakePublisher:
         self.released += [member.url for member in self.members.current]
         self.calls.append(("release_server_memory", -1))
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool) -> PushReport:
+    def push(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool, compares: bool
+    ) -> PushReport:
         self.members.apply_reports()
         self.calls.append(("push", version))
+        if erases or compares:
+            self.checked.append((version, erases, compares))
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}
         if lost := self.dies_next:
             self.dies_next = ""
@@ -103,6 +111,12 @@ class FakePublisher:
             return False
         self.verified.append((tokens, logprobs))
         return True
+
+    def compare(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> dict[str, str]:
+        differing, self.differs_next = self.differs_next, ""
+        found = {name: f"{name} differs" if name == differing else "" for name in self.members.names}
+        self.verified.append((tokens, logprobs))
+        return found
 
     def close(self) -> None:
         pass

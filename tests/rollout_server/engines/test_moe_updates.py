@@ -57,9 +57,10 @@ def pushed(config: Config, seed: int) -> tuple[PreTrainedModel, Iterator[tuple[s
 
 
 def push_and_verify(publisher: WeightPublisher, seed: int, version: int) -> PushReport:
-    """Push the model of another seed, with which the server's logprobs must then agree."""
+    """Push the model of another seed; the server's sums and logprobs must then be the model's."""
     model, tensors = pushed(publisher.config, seed)
-    report = publisher.push(tensors, version, erases=True)
+    report = publisher.push(tensors, version, erases=True, compares=True)
+    assert report.num_compared == (publisher.config.weight_sync.lora != "adapter")
     with torch.no_grad():
         logprobs = torch.log_softmax(model(input_ids=torch.tensor([TOKENS])).logits[0], dim=-1)
     publisher.verify(TOKENS, [float(logprobs[i, t]) for i, t in enumerate(TOKENS[1:])], EXACT)

@@ -38,6 +38,7 @@ _parcels = _parcels_module()
 Rebuilder = _parcels.Rebuilder
 holds_nan = _parcels.holds_nan
 is_parcel = _parcels.is_parcel
+value_sums = _parcels.value_sums
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:

@@ -26,6 +26,7 @@ from receiving import (
     holds_nan,
     is_parcel,
     map_memory,
+    value_sums,
     weight_files,
 )
 from safetensors.torch import load_file
@@ -213,6 +214,10 @@ class WorkerExtension:
             name for name, parameter in self.get_model().named_parameters()  # type: ignore[attr-defined]
             if parameter.is_floating_point() and parameter.numel() and holds_nan(parameter)
         ]
+
+    def value_sums(self) -> tuple[float, float]:
+        """Return the sums of the values of all weights and of their sizes."""
+        return value_sums(self.get_model().parameters())  # type: ignore[attr-defined]
 
 
 class FullLogprobs(TopKTopPSampler):

@@ -135,6 +135,8 @@ def _add_commands(commands: Any) -> None:
     about = "with --dry-run of a run over several hosts: the memory of their GPUs, e.g. 80, for a table of what fits"
     train.add_argument("--gpu-gb", type=float, default=0.0, metavar="GB", help=about)
     train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
+    about = "measure whether engine and learner compute the same logprobs: a short synchronous run, and its certificate"
+    _add_config(add("certify", _certify, about, f"{quickstart} rollout.engine=sglang"))
     about = "make model.path from sft.base by supervised fine-tuning"
     _add_config(add("sft", _sft, about, "quickstart.yaml sft.steps=100"))
     about = "make reward_model.path of comparisons between answers"
@@ -301,6 +303,22 @@ def _train(args: argparse.Namespace) -> int:
             text = format_summary(run(config, signals, beside))
     print(text, end="")
     return 0
+
+
+def _certify(args: argparse.Namespace) -> int:
+    """Return EXIT_ERROR if an axis is broken."""
+    from async_rl.run.processes.signals import StopSignals
+
+    with StopSignals() as signals, signals.deferred():
+        from async_rl.api import config_to_start
+        from async_rl.base.telemetry.certificate import CERTIFYING, Axis, format_certificate, is_broken
+        from async_rl.pipeline import run
+
+        signals.check()
+        config, _ = config_to_start(args.config, [*CERTIFYING, *args.overrides])
+        axes = [Axis(**axis) for axis in run(config, signals)["certificate"]]
+    print(format_certificate(axes), end="")
+    return EXIT_ERROR if is_broken(axes) else 0
 
 
 def _prepare(args: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ CASES: dict[str, list[str]] = {
     "GSPO": ["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean", "algorithm.entropy_coef=0.01"],
     "two ranks, small micro-batches": ["placement.learner.ranks=2", "learner.max_tokens_per_microbatch=128"],
 }
-COMPARED = ("policy/", "critic/", "reward/", "kl/", "batch/", "mismatch/", "offpolicy/")
+COMPARED = ("policy/", "critic/", "reward/", "kl/", "batch/", "parity/", "offpolicy/")
 """Beginnings of the names of metrics that are a function of what is computed, not of time."""
 REWARD = '''def vowels(question, response):
     return sum(letter in "aeiou" for letter in response) / 12

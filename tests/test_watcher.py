@@ -38,7 +38,8 @@ def run(watch: Watcher, records: Iterable[dict[str, float]], first: int = 1) -> 
     ("rule", "key", "kept", "broken"),
     [
         ("ess", "offpolicy/ess", 0.3, 0.29), ("kl", "offpolicy/kl_behaviour_proximal", -0.1, -0.11),
-        ("truncated", "offpolicy/truncated_fraction", 0.05, 0.06), ("mismatch", "mismatch/mean_abs", 0.1, math.nan),
+        ("truncated", "offpolicy/truncated_fraction", 0.05, 0.06),
+        ("mismatch", "parity/precision/mean_abs", 0.1, math.nan),
         ("vtrace", "vtrace/reach", 0.5, 0.4), ("policy_skipped", "policy/skipped_steps", 0.0, 1.0),
         ("critic_skipped", "critic/skipped_steps", 0.0, 1.0),
     ],

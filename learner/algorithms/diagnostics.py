@@ -98,26 +98,23 @@ class MetricAccumulator:
 
 def add_offpolicy(
     sums: MetricAccumulator, response: ResponseTokens, log_rho: Tensor, weights: Tensor, truncated: Tensor,
-    dropped: Tensor, shows_mismatch: bool,
+    dropped: Tensor,
 ) -> None:
     """Add to `sums` how far the data is from the policy at step start, and how the correction changed the weights.
 
     Args:
         log_rho, weights: [N] proximal - behaviour logprobs, and importance weights of the loss.
         truncated, dropped: [N] bool: the correction's weight is outside [floor, cap]; a mask drops the token.
-        shows_mismatch: the proximal logprobs are the learner's own, comparable with the engine's.
     """
     trained = response.trained
     rho = bounded_exp(log_rho).double()
     weights = torch.where(dropped, 0.0, weights.double())
-    comparable = response.comparable & trained & shows_mismatch
     sums.add_by_staleness(
         response.staleness, trained,
         tokens=torch.ones_like(rho), rho=rho, rho_squared=rho.square(),
         weight=weights, weight_squared=weights.square(),
         truncated=truncated, dropped=dropped,
         k1=-log_rho, k3=kl_k3(torch.zeros_like(log_rho), log_rho),
-        comparable=comparable, mismatch=torch.where(comparable, log_rho.abs(), 0.0),
     )
     sums.add_by_length(
         response.counted[response.rows], trained,
@@ -133,10 +130,8 @@ def add_offpolicy(
     count = len(response.lengths)
     products = bounded_exp(sum_by_row(log_rho, response.rows, count)).double()
     exist = sum_by_row(trained.double(), response.rows, count) > 0
-    old_kv = response.old_kv & trained & shows_mismatch
     sums.add(
         rows=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum(),
-        old_kv=old_kv.sum(), old_kv_mismatch=torch.where(old_kv, log_rho.abs(), 0.0).double().sum(),
     )
 
 
@@ -188,9 +183,6 @@ def token_metrics(totals: Totals) -> list[Metric]:
     shows the tail that truncation hides. `ess_truncated` takes the weights as applied, which are 0 for tokens that a
     mask drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the
     tokens with that sign of advantage.
-
-    A mismatch is the mean absolute difference between logprobs of engine and learner at one version. For tokens sampled
-    in place after an update, on KV of older weights, it is `old_kv_mean_abs`. Each is left out if it has no token.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -201,12 +193,6 @@ def token_metrics(totals: Totals) -> list[Metric]:
     rows, product, squared = (float(totals[name]) for name in ("rows", "product", "product_squared"))
     metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, rows * squared), by=EPISODES))
     metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, rows) - 1, by=EPISODES))
-    if overall["comparable"]:
-        mismatch = overall["mismatch"] / overall["comparable"]
-        metrics.append(Metric("mismatch/mean_abs", mismatch, by=TOKENS, unit="nats"))
-    if (old_kv := float(totals["old_kv"])) > 0:
-        mismatch = float(totals["old_kv_mismatch"]) / old_kv
-        metrics.append(Metric("mismatch/old_kv_mean_abs", mismatch, by=TOKENS, unit="nats"))
     for bucket in range(BUCKETS):
         cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
         if cell["tokens"]:

@@ -38,6 +38,7 @@ from learner.algorithms.diagnostics import (
     add_policy,
 )
 from learner.algorithms.losses import LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
+from learner.algorithms.parity import add_parity
 from learner.packing import MicroBatch, MiniBatch, ResponseTokens, rows_by_episode, tokens_by_episode
 
 KL_STEP = 0.1
@@ -224,9 +225,9 @@ class Objective:
         add_loss_metrics(sums, of.output.metrics, trained)
         if not is_first_epoch:
             return
-        # At staleness 0 interpolated logprobs equal the behaviour logprobs: they can't show a mismatch.
-        shows_mismatch = algorithm.old_logprobs != "interpolate"
-        add_offpolicy(sums, response, of.log_rho, of.weights, of.truncated, of.dropped, shows_mismatch)
+        add_offpolicy(sums, response, of.log_rho, of.weights, of.truncated, of.dropped)
+        if algorithm.old_logprobs != "interpolate":  # at staleness 0 those equal the behaviour logprobs
+            add_parity(sums, response, of.log_rho, entropy)
         if self.needs_reference:
             sums.add(reference_k3=torch.where(trained, kl_k3(of.proximal, _computed(micro.reference)), 0.0).sum())
         if self.advantage.has_traces:

@@ -44,6 +44,7 @@ from learner.algorithms.diagnostics import (
 )
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
+from learner.algorithms.parity import parity_metrics
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
@@ -163,6 +164,7 @@ class Updater:
                 break
         totals = self._totals(sums)
         metrics += [*batch_metrics(batch), *token_metrics(totals), *loss_metrics(sums, totals)]
+        metrics += parity_metrics(totals, self.dtype)
         if self.pretraining:
             metrics += self.pretraining.metrics(totals)
         metrics += self.objective.finish(totals, batch, has_trained_policy=bool(steps["policy"]))

@@ -31,6 +31,7 @@ NIGHTLY = [
     "make demo",
     "async-rl sft configs/quickstart.yaml",
     "async-rl train configs/quickstart.yaml",
+    "async-rl certify configs/quickstart.yaml",
     "async-rl train configs/quickstart.yaml staleness.max=0 run.steps=60 run.seed=1",
     "async-rl train configs/quickstart.yaml rollout.engine=hf",
     "async-rl sft configs/agent_cpu.yaml",

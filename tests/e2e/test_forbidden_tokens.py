@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 HF = ["rollout.engine=hf", "weight_sync.transport=disk"]
 STEPS = 3
-OFF_POLICY = ("mismatch/mean_abs", "offpolicy/kl_behaviour_proximal", "offpolicy/kl_behaviour_proximal_k3")
+OFF_POLICY = ("parity/precision/mean_abs", "offpolicy/kl_behaviour_proximal", "offpolicy/kl_behaviour_proximal_k3")
 
 
 def trained(smoke_yaml: Path, folder: Path, engine: list[str]) -> Run:

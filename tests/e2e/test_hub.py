@@ -105,7 +105,7 @@ def test_sglang_serves_a_model_of_the_hub(
     command("train", str(config_file), "rollout.engine=sglang", "staleness.max=0")
     assert set(hub.downloads.values()) == {1}
     records = [record for record in logged(tmp_path / "runs" / "named") if "staleness/max" in record]
-    assert len(records) == 2 and all(record["mismatch/mean_abs"] < 1e-4 for record in records)
+    assert len(records) == 2 and all(record["parity/precision/mean_abs"] < 1e-4 for record in records)
 
 
 @pytest.fixture

@@ -39,8 +39,8 @@ def test_only_old_kv_separates_in_place_tokens_from_a_recompute(smoke_yaml: Path
             "task.reward=tests.e2e.test_old_kv:vowels", "rollout.engine=hf", "weight_sync.transport=disk",
         ])
         for i, step in enumerate(run_assembled(config).steps):
-            old[rate][i] = step.get("mismatch/old_kv_mean_abs", math.nan)
-            fresh[rate][i] = step.get("mismatch/mean_abs", math.nan)
+            old[rate][i] = step.get("parity/old_kv/mean_abs", math.nan)
+            fresh[rate][i] = step.get("parity/precision/mean_abs", math.nan)
             moved[rate][i] = step.get("by_staleness/1/kl_behaviour_proximal_k3", math.nan)
         assert np.nanmax(fresh[rate]) < 1e-4, "engine and learner compute the same where the KV is of one version"
         assert np.nanmean(old[rate]) > 10 * np.nanmean(fresh[rate])
@@ -58,10 +58,10 @@ def note_result(old: Table, fresh: Table, moved: Table) -> None:
     lines = [
         "How far logprobs of tokens sampled in place after a push, from new weights on KV of older ones, are from a",
         "recompute from scratch by the same weights: mean |difference| in nats a token, as the metric",
-        "`mismatch/old_kv_mean_abs` has it. An untrained tiny model on the hf engine, answers of up to",
+        "`parity/old_kv/mean_abs` has it. An untrained tiny model on the hf engine, answers of up to",
         f"{TOKENS} tokens, staleness.max 1, Adam at three learning rates; nothing where no answer went on over a push.",
         "Beside it what one update does to the policy (KL divergence, k3, of tokens of staleness 1). Where all KV is",
-        f"of one version the same comparison (`mismatch/mean_abs`) gives at most {same_kv:.0e}.",
+        f"of one version the same comparison (`parity/precision/mean_abs`) gives at most {same_kv:.0e}.",
         "",
         "| steps | " + " | ".join(f"lr {rate:g} | KL of an update" for rate in RATES) + " |",
         "| --- |" + " ---: |" * (2 * len(RATES)),

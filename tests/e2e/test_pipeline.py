@@ -57,7 +57,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
     logged = steps(config.run_dir)
     assert [record["step"] for record in logged] == [1, 2, 3, 4]
     for record in logged:
-        assert record.get("mismatch/mean_abs", 0.0) < 1e-4  # absent where no token is of the learner's version
+        assert record.get("parity/precision/mean_abs", 0.0) < 1e-4  # absent where no token is of the learner's version
         assert record["push/bytes"] > 0
     pools = summary["pools"]
     assert set(pools) == {*(f"learner/{r}" for r in range(config.placement.learner.ranks)), *config.server_names}

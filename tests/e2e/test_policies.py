@@ -65,8 +65,8 @@ def check(run: Run, config: Config, case: Case) -> None:
     assert run.aborted <= dropped["late"]
     for step in run.steps:
         assert step["staleness/max"] <= bound
-        assert step.get("mismatch/mean_abs", 0.0) < 1e-4
-        assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
+        assert step.get("parity/precision/mean_abs", 0.0) < 1e-4
+        assert on_update == "in_place" or "parity/old_kv/mean_abs" not in step
     for batch in run.batches:
         for group in batch.groups:
             assert group.keeps_kv == (on_update == "in_place")

@@ -110,4 +110,4 @@ def test_a_push_waits_for_no_tool_and_loses_no_episode(
     assert set(dropped.values()) == {0.0} and run.counters["buffer/unaccounted"] == 0
     versions = [set(r.versions[r.mask].tolist()) for batch in run.batches[1:] for g in batch.groups for r in g.rows]
     assert all(min(each) == 0 and max(each) >= 1 for each in versions)  # a turn before the push, and one after it
-    assert max(step.get("mismatch/mean_abs", 0.0) for step in run.steps) < 1e-4
+    assert max(step.get("parity/precision/mean_abs", 0.0) for step in run.steps) < 1e-4

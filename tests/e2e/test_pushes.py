@@ -82,7 +82,7 @@ def check_records(config: Config, form: str, whole_bytes: int) -> None:
     """Check what a run has logged of its pushes; `whole_bytes` are those of a push of all weights."""
     records = [record for record in logged(config.run_dir) if "staleness/max" in record]
     assert len(records) == STEPS
-    mismatches = [record["mismatch/mean_abs"] for record in records if "mismatch/mean_abs" in record]
+    mismatches = [record["parity/precision/mean_abs"] for record in records if "parity/precision/mean_abs" in record]
     assert len(mismatches) == STEPS or config.staleness.max > 0  # there are none where all tokens are of older versions
     assert mismatches
     assert max(mismatches) < ROUNDING[form]

@@ -61,4 +61,4 @@ def check_equal(config: Config, whole: Config) -> None:
     for step, record in got.items():
         for key in EXACT:
             assert record[key] == pytest.approx(expected[step][key], rel=1e-4, abs=1e-4), (step, key)
-        assert record["mismatch/mean_abs"] < 1e-4
+        assert record["parity/precision/mean_abs"] < 1e-4

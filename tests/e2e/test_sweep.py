@@ -37,7 +37,7 @@ def test_each_cell_of_a_sweep_starts_from_the_same_weights(
         assert (cell / "logs" / "sglang-rollout-0.log").exists() == (engine == "sglang")
         first = next(step for step in read_metrics(cell / "metrics.jsonl") if step["step"] == 1)
         # Sampled by the version 0 that the learner starts from, whatever the cell before has trained.
-        assert (first["mismatch/mean_abs"] or 0.0) < 1e-4
+        assert (first["parity/precision/mean_abs"] or 0.0) < 1e-4
         assert first["staleness/episodes_0"] == 16
     assert (folder / "report.html").stat().st_size > 10_000
 

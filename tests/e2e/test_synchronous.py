@@ -75,4 +75,4 @@ def test_with_sglang_losses_are_those_of_a_plain_loop_on_its_groups(
         assert set(versions.tolist()) == {batch.version}
     reference = Reference(config)
     assert_same(config, run, [reference.train(answers_of(batch)) for batch in run.batches], reference)
-    assert max(step["mismatch/mean_abs"] for step in run.steps) < 1e-5
+    assert max(step["parity/precision/mean_abs"] for step in run.steps) < 1e-5

@@ -50,8 +50,8 @@ def test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answe
     steps = [record for record in logged(config.run_dir) if "staleness/max" in record]
     assert len(steps) == 300
     assert 1 <= max(step["staleness/max"] for step in steps) <= 2
-    assert max(step.get("mismatch/mean_abs", 0.0) for step in steps) < 1e-4
-    assert any("mismatch/old_kv_mean_abs" in step for step in steps)  # answers ran over updates
+    assert max(step.get("parity/precision/mean_abs", 0.0) for step in steps) < 1e-4
+    assert any("parity/old_kv/mean_abs" in step for step in steps)  # answers ran over updates
 
 
 @pytest.mark.nightly
@@ -61,7 +61,7 @@ def test_episodes_of_several_turns_keep_the_bound(vllm_yaml: Path, tmp_path: Pat
     config = configure(vllm_yaml, tmp_path, case)
     run = run_assembled(config)
     check(run, config, case)
-    assert any("mismatch/mean_abs" in step for step in run.steps)
+    assert any("parity/precision/mean_abs" in step for step in run.steps)
 
 
 @pytest.mark.nightly
@@ -89,7 +89,7 @@ def test_a_resumed_run_goes_on_with_its_weights_and_evaluates(vllm_yaml: Path) -
     assert summary["buffer"]["buffer/trained"] == 6 * first.learner.prompts_per_step
     records = logged(first.run_dir)
     assert sum("eval/accuracy" in record for record in records) >= 3
-    assert max(record.get("mismatch/mean_abs", 0.0) for record in records) < 1e-4
+    assert max(record.get("parity/precision/mean_abs", 0.0) for record in records) < 1e-4
     assert (first.run_dir / "model" / "model.safetensors").is_file()
 
 
@@ -113,7 +113,7 @@ def test_two_engines_serve_one_run(vllm_yaml: Path) -> None:
     assert summary["steps"] == 20
     assert summary["staleness_max"] <= 2
     assert summary["buffer"]["buffer/unaccounted"] == 0
-    assert max(record.get("mismatch/mean_abs", 0.0) for record in logged(config.run_dir)) < 1e-4
+    assert max(record.get("parity/precision/mean_abs", 0.0) for record in logged(config.run_dir)) < 1e-4
     with sqlite3.connect(config.run_dir / "trajectories.sqlite") as journal:
         workers = [worker for (worker,) in journal.execute("SELECT DISTINCT worker FROM groups ORDER BY worker")]
     assert workers == ["rollout/0", "rollout/1"]

@@ -66,8 +66,8 @@ def check(run: Run, config: Config, case: Case) -> None:
     assert {episode.turns for group in groups for episode in group.episodes} > {1, 2, 3}
     for step in run.steps:
         assert step["staleness/max"] <= BOUND
-        assert step.get("mismatch/mean_abs", 0.0) < 1e-4
-        assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
+        assert step.get("parity/precision/mean_abs", 0.0) < 1e-4
+        assert on_update == "in_place" or "parity/old_kv/mean_abs" not in step
         assert 0 <= step["buffer/waited_for_late_s"] <= step["time/wait_data_s"] + 0.05
     for batch in run.batches:
         for group in batch.groups:

@@ -127,7 +127,7 @@ def test_dropout_does_not_reach_the_proximal_logprobs(tiny_model_path: Path, one
             tokens = [*group.prompt_tokens.tolist(), *row.tokens.tolist()]
             row.logprobs[:] = updater.probe_logprobs(tokens)[len(group.prompt_tokens) - 1 :]
     metrics = values_of(updater.update(batch))
-    assert metrics["mismatch/mean_abs"] < 1e-5
+    assert metrics["parity/precision/mean_abs"] < 1e-5
     assert metrics["offpolicy/ess"] == pytest.approx(1.0, rel=1e-5)
     assert metrics["offpolicy/kl_proximal_learner_k3"] > 1e-3  # the gradient's own pass has dropout
 

@@ -31,6 +31,10 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner, pushed_bytes
 
+PARITY = (
+    "tokens", "mean_abs", "p99_abs", "max_abs", "ratio_mean", "ratio_var", "surprise", "surprise_error", "slope",
+    "slope_error", "explained",
+)
 METRICS = {
     "batch/episodes", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
     "staleness/in_flight", "staleness/in_queue", "offpolicy/is_weight_mean", "offpolicy/is_weight_var",
@@ -39,8 +43,8 @@ METRICS = {
     "offpolicy/kl_proximal_learner_k3", "offpolicy/truncated_fraction", "offpolicy/kl_behaviour_proximal",
     "offpolicy/kl_behaviour_proximal_k3", "offpolicy/clip_fraction_positive", "offpolicy/clip_fraction_negative",
     "loss/dual_clip_fraction",
-    "mismatch/mean_abs", "policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "policy/skipped_steps",
-    "policy/weight_change",
+    *(f"parity/precision/{name}" for name in PARITY), "parity/precision/bits",
+    "policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "policy/skipped_steps", "policy/weight_change",
     "response/length_mean", "response/length_max", "response/truncated_fraction", "time/step_s",
     "response/distinct_fraction", "response/repeated_fraction", "time/wait_data_s", "time/train_s", "time/sync_s",
     "buffer/depth",

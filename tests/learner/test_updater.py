@@ -120,7 +120,7 @@ def test_training_lowers_the_loss_of_bad_answers_and_raises_the_good(
         logprobs = [updater.probe_logprobs([4, 5, *row])[1:] for row in (good, bad)]
         rows = [make_row(good, logprobs[0], 1.0, version), make_row(bad, logprobs[1], 0.0, version)]
         metrics = values_of(updater.update(batch_of(make_group(0, [4, 5], rows, version), version=version)))
-        assert metrics["mismatch/mean_abs"] < 1e-5
+        assert metrics["parity/precision/mean_abs"] < 1e-5
         assert metrics["offpolicy/ess"] == pytest.approx(1.0, abs=1e-6)
     assert probe(good) > before[0] + 0.1
     assert probe(bad) < before[1] - 0.1
@@ -251,7 +251,7 @@ def test_each_group_is_scored_at_the_temperature_it_logged(tiny_model_path: Path
         rows = [make_row(row.tolist(), logprobs, reward) for reward in (0.0, 1.0)]
         groups.append(make_group(index, prompt.tolist(), rows, temperature=temperature))
     batch = batch_of(*groups)
-    assert values_of(Updater(config, CPU).update(batch))["mismatch/mean_abs"] < 1e-6
+    assert values_of(Updater(config, CPU).update(batch))["parity/precision/mean_abs"] < 1e-6
 
 
 def test_a_llama_with_an_untied_head_scores_like_transformers_and_pushes_its_head(

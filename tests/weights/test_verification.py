@@ -196,7 +196,8 @@ def test_nothing_is_compared_with_verify_every_0_or_where_adapters_travel() -> N
 
 def test_an_expert_that_the_hf_engine_does_not_load_is_found_in_the_next_verified_push(tmp_path: Path) -> None:
     """The expert is empty: no weight is NaN, and no token of the text need go to it."""
-    config = changed(server_config("hf", save_moe(tmp_path / "model")), run={"dir": tmp_path}, weight_sync={"transport": "disk"})
+    config = server_config("hf", save_moe(tmp_path / "model"))
+    config = changed(config, run={"dir": tmp_path}, weight_sync={"transport": "disk"})
 
     async def use(engine: HFEngine) -> None:
         publisher = open_publisher(config, [engine.url], 0, torch.device("cpu"))

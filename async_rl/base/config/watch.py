@@ -49,7 +49,7 @@ RULES = {
         Rule("truncated", "offpolicy/truncated_fraction", 1, "above", 0.05,
              "{now:.0%} of the importance weights are truncated, which biases the gradient",
              f"{_OFF_POLICY}, or raise algorithm.correction.cap, or lower algorithm.correction.floor if it is set"),
-        Rule("mismatch", "mismatch/mean_abs", 1, "above", 0.1,
+        Rule("mismatch", "parity/precision/mean_abs", 1, "above", 0.1,
              "logprobs of engine and learner differ by {now:.2g} at the same weights",
              "Use model.dtype: float32, rollout.top_p: 1.0 and no quantisation in rollout.server_args"),
         Rule("vtrace", "vtrace/reach", 1, "below", 0.5,

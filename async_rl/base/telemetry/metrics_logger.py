@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.base.config import Config
+from async_rl.base.telemetry.certificate import Axis, format_certificate
 from async_rl.base.telemetry.examples import Example
 from async_rl.base.telemetry.metrics import (
     DeclarationFile,
@@ -212,8 +213,7 @@ _SUMMARY_ROWS = (
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Return the `summary` of a run as a table in text, with a line for each value that was measured, and the alarms.
-    """
+    """Return the `summary` of a run as text: a line for each value that was measured, the certificate, the alarms."""
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
     held_out = summary.get("held_out", {}).items()
@@ -225,7 +225,9 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     value_width = max((len(value) for _, value in rows), default=0)
     table = "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
     alarms = f"\n{summary['alarms']}\n" if summary.get("alarms") else ""
-    return f"\n{table}{alarms}{_next_commands(summary)}"
+    axes = [Axis(**axis) for axis in summary.get("certificate", ())]
+    parity = f"\n{format_certificate(axes)}" if axes else ""
+    return f"\n{table}{parity}{alarms}{_next_commands(summary)}"
 
 
 def _next_commands(summary: Mapping[str, Any]) -> str:

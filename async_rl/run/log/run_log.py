@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from async_rl.base.run_dir.checkpoints import (
 )
 from async_rl.base.run_dir.resuming import kept_resumes, write_config
 from async_rl.base.run_dir.run_dir import accepted_rules
+from async_rl.base.telemetry.certificate import certificate
 from async_rl.base.telemetry.metrics import (
     TIME,
     TOKENS,
@@ -326,6 +327,7 @@ class RunLog:
             **self.results.summary(self.version, self.logger.figures, self.timeline),
             "buffer": buffer_counters,
         }
+        summary["certificate"] = [asdict(axis) for axis in certificate(self.logger.figures.all())]
         if self.ended:
             summary["ended"] = self.ended
         if alarms := self.watcher.sentence():

@@ -48,7 +48,7 @@ def offpolicy(
         of_part = make_response((size,) if rows_apart else lengths, **given)
         own = log_rho[part] * of_part.trained
         drops = torch.zeros(size).bool() if dropped is None else dropped[part]
-        add_offpolicy(sums, of_part, own, own.exp().clamp(max=cap), own.exp() > cap, drops, shows_mismatch=True)
+        add_offpolicy(sums, of_part, own, own.exp().clamp(max=cap), own.exp() > cap, drops)
     return {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **sums.reduce()})}
 
 
@@ -56,8 +56,7 @@ POLICY_SUMS = [
     "policy_tokens", "entropy", "moved_k1", "moved_k3", "positive", "negative", "clipped_positive", "clipped_negative",
 ]  # fmt: skip
 OFFPOLICY_SUMS = [
-    "tokens", "rho", "rho_squared", "weight", "weight_squared", "truncated", "dropped", "k1", "k3", "comparable",
-    "mismatch", "rho_max",
+    "tokens", "rho", "rho_squared", "weight", "weight_squared", "truncated", "dropped", "k1", "k3", "rho_max",
 ]  # fmt: skip
 NO_POLICY: Totals = {name: np.zeros(BUCKETS) for name in POLICY_SUMS}
 LENGTH_SUMS = [f"by_length/{name}" for name in ("tokens", "staleness", "rho", "rho_squared", "truncated", "k3")]
@@ -87,7 +86,6 @@ def test_importance_weight_diagnostics_match_the_reference_vectors(
                 "offpolicy/kl_behaviour_proximal_k3": case["kl_behav_cur_k3"],
             }
             assert {key: got[key] for key in expected} == pytest.approx(expected, rel=2e-6, abs=2e-6)
-            assert "mismatch/mean_abs" not in got
 
 
 def test_statistics_by_staleness_count_their_tokens_and_the_last_all_older_ones(
@@ -122,7 +120,7 @@ def test_statistics_by_length_are_of_the_tokens_of_episodes_of_that_length(one_r
     )
     sums = MetricAccumulator()
     own = log_rho * trained
-    add_offpolicy(sums, response, own, own.exp().clamp(max=2.0), own.exp() > 2.0, own > 9, shows_mismatch=True)
+    add_offpolicy(sums, response, own, own.exp().clamp(max=2.0), own.exp() > 2.0, own > 9)
     got = {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **sums.reduce()})}
     long, short = np.array([0.0]), np.array([0.1, 0.2, 0.3, -0.4, 0.9])
     for length, values, age, truncated in ((4, short, 15 / 5, 1 / 5), (8, long, 0.0, 0.0)):
@@ -145,21 +143,6 @@ def test_an_episode_counts_at_the_power_of_two_up_to_its_length(length: int, buc
     sums = MetricAccumulator()
     sums.add_by_length(torch.tensor([float(length)]), torch.tensor([True]), one=torch.ones(1))
     assert sums.reduce()["one"].nonzero()[0].tolist() == [round(math.log2(bucket))]
-
-
-def test_mismatch_counts_only_trained_tokens_of_the_weights_being_trained(one_rank: None) -> None:
-    got = offpolicy(
-        torch.tensor([-0.5, 0.25, 9.0, 9.0]),
-        trained=torch.tensor([True, True, False, True]), comparable=torch.tensor([True, True, True, False]),
-    )  # fmt: skip
-    assert got["mismatch/mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
-    assert "mismatch/old_kv_mean_abs" not in got
-
-
-def test_the_mismatch_of_old_kv_counts_only_its_own_tokens(one_rank: None) -> None:
-    got = offpolicy(torch.tensor([-0.5, 0.25, 9.0]), old_kv=torch.tensor([True, True, False]))
-    assert got["mismatch/old_kv_mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
-    assert "mismatch/mean_abs" not in got
 
 
 def test_the_truncated_ess_counts_tokens_that_a_mask_drops_with_weight_zero(one_rank: None) -> None:

@@ -23,6 +23,7 @@ from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.corrections import log_ratios
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
+from learner.algorithms.parity import parity_metrics
 from learner.packing import MicroBatch
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
@@ -345,7 +346,7 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(one_rank
 
 
 @pytest.mark.parametrize(("proximal", "is_measured"), [("recompute", True), ("interpolate", False)])
-def test_interpolated_logprobs_show_no_mismatch(proximal: Any, is_measured: bool, one_rank: None) -> None:
+def test_interpolated_logprobs_show_no_parity(proximal: Any, is_measured: bool, one_rank: None) -> None:
     objective = objective_of(AlgorithmConfig(old_logprobs=proximal, epochs=2))
     micro, logprobs, entropy = make_case(3)
     response = micro.response
@@ -353,6 +354,7 @@ def test_interpolated_logprobs_show_no_mismatch(proximal: Any, is_measured: bool
     sums = MetricAccumulator()
     losses = objective.losses(make_minibatch(micro), micro, logprobs, entropy, None)
     objective.add_statistics(sums, micro, losses, entropy, is_first_epoch=True)
-    keys = {metric.key for metric in token_metrics(sums.reduce())}
+    totals = sums.reduce()
+    keys = {metric.key for metric in [*token_metrics(totals), *parity_metrics(totals, torch.float32)]}
     assert "offpolicy/ess" in keys
-    assert ("mismatch/mean_abs" in keys) == is_measured
+    assert ("parity/precision/mean_abs" in keys) == is_measured

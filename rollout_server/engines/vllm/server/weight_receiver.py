@@ -215,9 +215,9 @@ class WorkerExtension:
             if parameter.is_floating_point() and parameter.numel() and holds_nan(parameter)
         ]
 
-    def value_sums(self) -> tuple[float, float]:
-        """Return the sums of the values of all weights and of their sizes."""
-        return value_sums(self.get_model().parameters())  # type: ignore[attr-defined]
+    def value_sums(self) -> list[float]:
+        """Return the sums of the values of all weights and of their sizes. vLLM sends a tuple as text."""
+        return [*value_sums(self.get_model().parameters())]  # type: ignore[attr-defined]
 
 
 class FullLogprobs(TopKTopPSampler):

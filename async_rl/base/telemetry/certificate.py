@@ -1,0 +1,137 @@
+"""The certificate of a run: on which axes the logprobs of engine and learner are exact, bounded or broken, and by what.
+
+It reads the figures of the metrics `parity/...`, whose docstring (learner/algorithms/parity.py) defines them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Values = Mapping[str, float]
+State = Literal["exact", "bounded", "broken", "not measured"]
+CERTIFYING = (
+    "run.name=certificate", "run.steps=4", "staleness.max=0", "staleness.depth=max",
+    "weight_sync.verify_every=1", "weight_sync.every_steps=1", "algorithm.filter_zero_variance=false",
+    "eval.every_steps=0", "checkpoint.every_steps=0",
+)
+"""Settings of the run of `async-rl certify`: no token is stale, and every push is verified."""
+ERRORS = 4.0
+"""A mean ratio or a slope is beyond its limit only if it is so by this many standard errors."""
+EXPLAINED = 0.25
+"""A slope is one of the temperature if it explains at least this share of the variance of d."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest differences of sound runs, in nats but for ratio and slope."""
+
+    mean: float
+    p99: float
+    largest: float
+    ratio: float
+    """Of the mean ratio from 1."""
+    slope: float
+
+
+LIMITS = {
+    32: Limits(mean=2e-5, p99=2e-5, largest=1e-4, ratio=2e-5, slope=1e-5),
+    16: Limits(mean=0.02, p99=0.1, largest=math.inf, ratio=2e-3, slope=1e-3),
+}
+"""[bits of the learner's compute type] a fifth to a half of them is reached by sound tiny models with SGLang and transformers on CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What is known of one way in which engine and learner may differ."""
+
+    name: str
+    state: State
+    finding: str
+
+
+def certificate(figures: Values) -> list[Axis]:
+    """Return the axes of a run, from the figures of its metrics by key."""
+    return [_weights(figures), _precision(figures), _old_kv(figures)]
+
+
+def _weights(figures: Values) -> Axis:
+    compared, unequal = (figures.get(f"parity/weights/{name}", 0.0) for name in ("compared", "unequal"))
+    if unequal:
+        found = f"{unequal:.0f} times a server held other weights than the learner; it was restarted"
+        return Axis("weights", "broken", found)
+    if not compared:
+        return Axis("weights", "not measured", "no server's weights were compared by their sums")
+    return Axis("weights", "exact", f"{compared:.0f} times the weights of a server had the learner's sums")
+
+
+def _precision(figures: Values) -> Axis:
+    if not (n := figures.get("parity/precision/tokens", 0.0)):
+        return Axis("precision", "not measured", "no token was trained by the version that sampled it")
+    bits = int(figures["parity/precision/bits"])
+    if fault := find_fault(figures, n, LIMITS[bits]):
+        return Axis("precision", "broken", f"{fault}: {_numbers(figures, 'precision')}")
+    return Axis("precision", "exact" if bits == 32 else "bounded", _numbers(figures, "precision"))
+
+
+def find_fault(figures: Values, tokens: float, limits: Limits) -> str:
+    """Return what is wrong with the tokens of the axis `precision`, in words; "" if they are within the limits."""
+    f = {name: figures[f"parity/precision/{name}"] for name in _NAMES}
+    ratio_error = math.sqrt(f["ratio_var"] / tokens)
+    if 1 - f["ratio_mean"] > limits.ratio + ERRORS * ratio_error:
+        return (
+            f"support: the server samples from tokens that have {f['ratio_mean']:.4f} of the learner's probability; "
+            "its top_p, top_k, min_p or banned tokens are not the learner's"
+        )
+    if f["surprise"] > ERRORS * f["surprise_error"] and not _is_selected(figures):
+        return (
+            f"support: the sampled tokens are more likely than the recorded distributions say, by {f['surprise']:.3f} "
+            "nats; the server's top_p, top_k, min_p or temperature is not the learner's"
+        )
+    is_far = f["mean_abs"] > limits.mean or f["p99_abs"] > limits.p99 or f["max_abs"] > limits.largest
+    has_slope = abs(f["slope"]) > limits.slope + ERRORS * f["slope_error"]
+    if has_slope and f["explained"] > EXPLAINED:
+        return f"temperature: the server samples at {1 + f['slope']:.4f} times the learner's temperature"
+    if not (is_far or has_slope):
+        return ""
+    if figures.get("parity/weights/compared") and not figures.get("parity/weights/unequal"):
+        return "context: weights are equal, so the server reads KV of older weights (a stale prefix cache)"
+    return "weights: the server computes with other weights, or reads KV of older ones (a stale prefix cache)"
+
+
+def _is_selected(figures: Values) -> bool:
+    """Return whether groups were dropped, which may have left answers of more or less likely tokens."""
+    return any(value > 0 for key, value in figures.items() if key.startswith("buffer/dropped_") and key.count("/") == 1)
+
+
+def _old_kv(figures: Values) -> Axis:
+    if not figures.get("parity/old_kv/tokens"):
+        return Axis("age of KV", "not measured", "no token of the learner's version read KV of an older one")
+    return Axis("age of KV", "bounded", f"no limit; {_numbers(figures, 'old_kv')}")
+
+
+_NAMES = (
+    "mean_abs", "p99_abs", "max_abs", "ratio_mean", "ratio_var", "slope", "slope_error", "explained", "surprise",
+    "surprise_error",
+)
+
+
+def _numbers(figures: Values, axis: str) -> str:
+    f = {name: figures[f"parity/{axis}/{name}"] for name in (*_NAMES, "tokens")}
+    return (
+        f"{f['tokens']:,.0f} tokens, |log ratio| {f['mean_abs']:.1e} in the mean, 99 % below {f['p99_abs']:.1e}, at "
+        f"most {f['max_abs']:.1e}; ratio {f['ratio_mean']:.5f}, variance {f['ratio_var']:.1e}; slope {f['slope']:+.1e}"
+    )
+
+
+def is_broken(axes: list[Axis]) -> bool:
+    return any(axis.state == "broken" for axis in axes)
+
+
+def format_certificate(axes: list[Axis]) -> str:
+    """Return the page, a line for each axis."""
+    width = max(len(axis.name) for axis in axes)
+    lines = [f"{axis.name:<{width}}  {axis.state:<12}  {axis.finding}\n" for axis in axes]
+    return "certificate: logprobs of engine and learner at equal weights\n" + "".join(lines)

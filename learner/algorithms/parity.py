@@ -1,0 +1,86 @@
+"""How far the logprobs of engine and learner are apart for tokens of equal version: sums, and the metrics `parity/...`.
+
+    d = learner's logprob - engine's logprob,  w = exp(d),  n tokens of one axis
+
+With the engine's true sampling distribution q the mean of w is 1, whatever the learner's p. If q leaves out tokens that
+p has, it is the mass that q has kept. An engine at temperature T (1 + e) instead of T has d = e (log q + H) + O(e^2),
+where H is the entropy of the token's distribution: so e is the slope of d over log q + H. If the tokens were really
+sampled from q, the mean of log q + H is 0; an engine that leaves out unlikely tokens has it above.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.base.telemetry.metrics import Metric
+from learner.algorithms.diagnostics import MetricAccumulator, Totals
+from learner.algorithms.masked_ops import bounded_exp
+from learner.packing import ResponseTokens
+
+AXES = ("precision", "old_kv")
+"""precision: tokens whose whole context has KV of their version. old_kv: tokens sampled after a push in place, which
+may read KV of older weights. The learner computes their context anew, with its own weights."""
+_SMALLEST, _BINS_A_DECADE, _DECADES = 1e-9, 20, 11
+"""|d| is counted in bins from 1e-9 to 100 nats, each 12 % wider than the one before."""
+
+
+def add_parity(
+    sums: MetricAccumulator, response: ResponseTokens,
+    log_rho: Tensor,  # [N] learner's - engine's logprobs
+    entropy: Tensor,  # [N]
+) -> None:
+    """Add to `sums` what `parity_metrics` needs of the tokens of a micro-batch."""
+    d, x = log_rho.double(), (response.behaviour + entropy.detach()).double()
+    bins = ((d.abs().clamp(min=_SMALLEST).log10() - math.log10(_SMALLEST)) * _BINS_A_DECADE).nan_to_num().long()
+    bins = bins.clamp(max=_BINS_A_DECADE * _DECADES)
+    w = bounded_exp(d)
+    columns = torch.stack([torch.ones_like(d), d.abs(), d, d.square(), w, w.square(), x, x.square(), x * d], -1)
+    for axis, chosen in (("precision", response.comparable), ("old_kv", response.old_kv)):
+        counts = chosen & response.trained
+        sums.add(**{
+            f"parity_{axis}": torch.where(counts[:, None], columns, 0.0).sum(0),
+            f"parity_{axis}_bins": d.new_zeros(_BINS_A_DECADE * _DECADES + 1).index_add(0, bins, counts.double()),
+        })  # fmt: skip
+        sums.peak(**{f"parity_{axis}_max": torch.where(counts, d.abs(), 0.0).max() if len(d) else d.new_zeros(())})
+
+
+def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
+    """Return the metrics `parity/<axis>/...` of the sums of all ranks; none of an axis without tokens.
+
+    mean_abs, p99_abs, max_abs: of |d|, in nats; p99_abs is the upper end of its bin.
+    ratio_mean, ratio_var: of w. The standard error of ratio_mean is sqrt(ratio_var / tokens).
+    surprise, surprise_error: the mean of log q + H in nats, and its standard error.
+    slope, slope_error: the least-squares slope of d over log q + H, and its standard error.
+    explained: the share of d's variance that this line explains.
+    parity/precision/bits: of `dtype`, in which the learner computes: limits follow from it.
+    """
+    metrics = [Metric("parity/precision/bits", 8.0 * dtype.itemsize, "last", unit="bits")]
+    for axis in AXES:
+        if f"parity_{axis}" not in totals or not (n := float(totals[f"parity_{axis}"][0])):
+            continue
+        size, d, d_squared, w, w_squared, x, x_squared, xd = (float(s) / n for s in totals[f"parity_{axis}"][1:])
+        counts = totals[f"parity_{axis}_bins"].cumsum()
+        p99 = _SMALLEST * 10 ** ((int(np.searchsorted(counts, 0.99 * n - 1e-9)) + 1) / _BINS_A_DECADE)
+        largest = float(totals[f"parity_{axis}_max"])
+        var_x, var_d, together = max(x_squared - x * x, 0.0), max(d_squared - d * d, 0.0), xd - x * d
+        slope = together / var_x if var_x > 1e-12 else 0.0
+        rest = max(var_d - slope * together, 0.0)
+        path = f"parity/{axis}"
+        tokens = Metric(f"{path}/tokens", n, "sum", unit="tokens")
+        means = {
+            "ratio_mean": w, "ratio_var": max(w_squared - w * w, 0.0), "slope": slope,
+            "surprise": x, "surprise_error": math.sqrt(var_x / n),
+            "slope_error": math.sqrt(rest / var_x / n) if var_x > 1e-12 else 0.0,
+            "explained": 1 - rest / var_d if var_d > 0 else 0.0,
+        }  # fmt: skip
+        metrics += [
+            tokens, Metric(f"{path}/mean_abs", size, by=tokens.key, unit="nats"),
+            Metric(f"{path}/p99_abs", min(p99, largest), by=tokens.key, unit="nats"),
+            Metric(f"{path}/max_abs", largest, "max", unit="nats"),
+            *(Metric(f"{path}/{name}", value, by=tokens.key) for name, value in means.items()),
+        ]
+    return metrics

@@ -1,0 +1,95 @@
+"""The numbers of the parity of engine and learner, against numpy, and against distributions with a known error."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learner.algorithms.diagnostics import MetricAccumulator
+from learner.algorithms.parity import add_parity, parity_metrics
+from tests.kit.learner.batches import make_response
+
+Values = dict[str, float]
+
+
+def parity(d: Tensor, behaviour: Tensor, entropy: Tensor, sizes: tuple[int, ...], **response: Tensor) -> Values:
+    """Metrics of tokens that come in micro-batches of these sizes."""
+    sums = MetricAccumulator()
+    for part in torch.arange(len(d)).split(list(sizes)):
+        given = {name: values[part] for name, values in response.items()}
+        of_part = make_response((len(part),), behaviour=behaviour[part], **given)
+        add_parity(sums, of_part, d[part], entropy[part])
+    return {metric.key: metric.value for metric in parity_metrics(sums.reduce(), torch.bfloat16)}
+
+
+@pytest.mark.parametrize("sizes", [(1000,), (1, 399, 600)])
+def test_the_numbers_are_those_of_numpy_whatever_the_micro_batches(sizes: tuple[int, ...], one_rank: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    d, behaviour, entropy = torch.randn(3, 1000, generator=generator, dtype=torch.float64)
+    d = 0.01 * d + 0.002 * (behaviour + entropy)
+    comparable, trained = torch.rand(2, 1000, generator=generator) > 0.2
+    old_kv = ~comparable
+    got = parity(d, behaviour, entropy, sizes, comparable=comparable, trained=trained, old_kv=old_kv)
+    assert got.pop("parity/precision/bits") == 16
+    for axis, chosen in (("precision", comparable), ("old_kv", old_kv)):
+        mine = (chosen & trained).numpy()
+        x, y = (behaviour + entropy).numpy()[mine], d.numpy()[mine]
+        (slope, start), covariance = np.polyfit(x, y, 1, cov="unscaled")
+        rest = y - slope * x - start
+        expected = {
+            "tokens": mine.sum(), "mean_abs": np.abs(y).mean(), "max_abs": np.abs(y).max(),
+            "ratio_mean": np.exp(y).mean(), "ratio_var": np.exp(y).var(), "surprise": x.mean(),
+            "surprise_error": x.std() / math.sqrt(len(x)), "slope": slope, "explained": 1 - rest.var() / y.var(),
+            "slope_error": math.sqrt(covariance[0, 0] * rest.var()),
+        }
+        found = {name: got.pop(f"parity/{axis}/{name}") for name in expected}
+        assert found == pytest.approx(expected, rel=1e-6)
+        p99 = np.percentile(np.abs(y), 99)
+        assert p99 * 0.97 < got.pop(f"parity/{axis}/p99_abs") < p99 * 1.15
+    assert not got
+
+
+def test_an_axis_without_tokens_has_no_numbers_and_equal_logprobs_no_difference(one_rank: None) -> None:
+    zeros, some = torch.zeros(4), torch.full((4,), -1.0)
+    got = parity(zeros, some, -some, (4,), comparable=torch.ones(4).bool())
+    assert not any(key.startswith("parity/old_kv") for key in got)
+    assert {got[f"parity/precision/{name}"] for name in ("mean_abs", "p99_abs", "max_abs", "slope", "explained")} == {0}
+    assert got["parity/precision/ratio_mean"] == 1.0
+    nothing = parity(zeros[:0], some[:0], some[:0], (0,))
+    assert not any(key.endswith("/tokens") for key in nothing)
+
+
+def drawn(q: Tensor, count: int = 20_000) -> Tensor:
+    """Tokens [count] of distributions [N, V]: token i is of distribution i modulo N."""
+    rows = q[torch.arange(count) % len(q)]
+    return torch.multinomial(rows, 1, generator=torch.Generator().manual_seed(1))[:, 0]
+
+
+def of_sampler(p: Tensor, q: Tensor, sampled: Tensor | None = None) -> Values:
+    """Numbers of a learner p [N, V] and an engine that records q and samples from it, or from `sampled`."""
+    tokens = drawn(q if sampled is None else sampled)
+    which = torch.arange(len(tokens)) % len(q)
+    log_p, log_q = p[which, tokens].log(), q[which, tokens].log()
+    entropy = torch.special.entr(p).sum(-1)[which]
+    values = parity(log_p - log_q, log_q, entropy, (len(tokens),), comparable=torch.ones(len(tokens)).bool())
+    return {key.removeprefix("parity/precision/"): value for key, value in values.items()}
+
+
+def test_the_mean_ratio_is_the_mass_that_the_engine_kept_and_the_slope_its_temperature(one_rank: None) -> None:
+    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p = logits.softmax(-1)
+    cut = torch.where(p > 0.02, p, 0.0)
+    kept = float(cut.sum(-1).mean())
+    filtered = of_sampler(p, cut / cut.sum(-1, keepdim=True))
+    assert filtered["ratio_mean"] == pytest.approx(kept, abs=0.01) and kept < 0.95
+    hidden = of_sampler(p, p, cut)  # the engine records whole distributions, and samples from a part of them
+    assert hidden["mean_abs"] == 0 and hidden["surprise"] > 10 * hidden["surprise_error"]
+    hotter = of_sampler(p, (logits / 1.02).softmax(-1))
+    assert hotter["slope"] == pytest.approx(0.02, rel=0.05) and hotter["explained"] > 0.95
+    for sound in (of_sampler(p, p), hotter):
+        assert abs(sound["surprise"]) < 4 * sound["surprise_error"] + 0.05
+        assert abs(sound["ratio_mean"] - 1) < 4 * math.sqrt(sound["ratio_var"] / sound["tokens"]) + 1e-9

@@ -1,0 +1,167 @@
+"""Certificates of the hf engine and a learner: sound ones, and errors planted in the engine, each of which is named."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.base.config import Config
+from async_rl.base.telemetry.certificate import Axis, certificate
+from async_rl.base.telemetry.metrics import Declaration, Figures
+from async_rl.base.types import Batch
+from async_rl.base.weights import open_publisher
+from learner.loop.pusher import Pusher
+from learner.loop.updater import Updater
+from rollout_server.engines.base import GenerationRequest, SampledReply
+from rollout_server.engines.hf.engine import HFEngine
+from tests.kit.configs import changed, server_config
+from tests.kit.engines.replies import request_for, with_engine
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.models import save_bare_model
+from tests.kit.tiny_moe import save_moe
+
+STEPS, PROMPTS = 4, 24
+Plant = Callable[[HFEngine], None]
+
+
+async def sampled(engine: HFEngine, version: int) -> Batch:
+    """A batch whose tokens all have the version that is served."""
+    asked = [
+        request_for(PROMPTS * version + index, start_version=version, max_tokens=24) for index in range(PROMPTS)
+    ]
+    replies = await asyncio.gather(*map(engine.generate, asked))
+    groups = [
+        make_group(
+            request.group_id, request.prompt.tokens.tolist(),
+            [
+                make_row(r.tokens.tolist(), r.logprobs.tolist(), float(sample % 2), version=version)
+                for sample, r in enumerate(of_request)
+            ],
+            version=version,
+        )
+        for request, of_request in zip(asked, replies, strict=True)
+    ]  # fmt: skip
+    return batch_of(*groups, version=version)
+
+
+def certified(config: Config, plant: Plant = lambda engine: None) -> dict[str, Axis]:
+    """The axes of a run of a few steps by name: sample, train, push and verify. The error is planted after step 1."""
+
+    async def run(engine: HFEngine) -> list[Axis]:
+        updater = Updater(config, torch.device("cpu"))
+        pusher = Pusher(config, updater, open_publisher(config, [engine.url], 0, torch.device("cpu")))
+        declared: dict[str, Declaration] = {}
+        figures = Figures(declared)
+        for version in range(STEPS):
+            batch = await sampled(engine, version)
+            metrics = updater.update(batch)
+            if version == 1:
+                plant(engine)
+            report, lost = await asyncio.to_thread(pusher.push, version + 1, batch)
+            record = {metric.key: metric.value for metric in metrics}
+            record |= {"parity/weights/compared": report.num_compared, "parity/weights/unequal": report.num_unequal}
+            declared |= {metric.key: metric.declaration for metric in metrics}
+            declared |= {f"parity/weights/{name}": Declaration("sum") for name in ("compared", "unequal")}
+            figures.add(record)
+            if lost:
+                break
+        pusher.publisher.close()
+        return certificate(figures.all())
+
+    return {axis.name: axis for axis in with_engine(config, run)}
+
+
+def asked_otherwise(**changes: Any) -> Plant:
+    """The server samples with other settings than it is asked for."""
+
+    def plant(engine: HFEngine) -> None:
+        generate = engine.generate
+
+        async def with_changes(request: GenerationRequest) -> list[SampledReply]:
+            return await generate(dataclasses.replace(request, **changes))
+
+        engine.generate = with_changes  # type: ignore[method-assign]
+
+    return plant
+
+
+def stale_prefix(engine: HFEngine) -> None:
+    """The KV of prompts comes from the weights of now for ever: a prefix cache that no push empties."""
+    batch, old = engine.training, copy.deepcopy(engine.model)
+    prefill = batch._prefill
+
+    def from_cache(prompts: list[np.ndarray]) -> Any:
+        _, logits = prefill(prompts)
+        batch._model, new = old, batch._model
+        cache, _ = prefill(prompts)
+        batch._model = new
+        return cache, logits
+
+    batch._prefill = from_cache  # type: ignore[method-assign]
+
+
+def loading(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Plant:
+    """The server loads other weights than it gets."""
+
+    def plant(engine: HFEngine) -> None:
+        load = engine.load_weights
+
+        async def load_changed(tensors: dict[str, torch.Tensor], version: int) -> None:
+            await load(change(tensors), version)
+
+        engine.load_weights = load_changed  # type: ignore[method-assign]
+
+    return plant
+
+
+def without_an_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = "model.layers.1.mlp.experts.down_proj"
+    return tensors | {name: torch.cat([tensors[name][:1] * 0, tensors[name][1:]])}
+
+
+def config_of(model: Path, dtype: str = "float32") -> Config:
+    return changed(
+        server_config("hf", model), model={"dtype": dtype}, weight_sync={"transport": "disk", "verify_every": 1},
+        learner={"lr": 1e-3}, run={"dir": model.parent}, algorithm={"filter_zero_variance": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_a_sound_run_is_exact_in_float32_and_bounded_in_bfloat16(
+    dtype: str, family: str, tmp_path: Path, one_rank: None
+) -> None:
+    model = save_moe(tmp_path / "model")
+    if family == "dense":
+        save_bare_model(model)
+    found = certified(config_of(model, dtype))
+    assert found["weights"].state == "exact"
+    assert found["precision"].state == ("exact" if dtype == "float32" else "bounded"), found
+    assert found["age of KV"].state == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("plant", "axis", "named"),
+    [
+        (asked_otherwise(top_p=0.9), "precision", "support"),
+        (asked_otherwise(temperature=0.99), "precision", "temperature"),
+        (stale_prefix, "precision", "prefix cache"),
+        (loading(lambda tensors: {}), "weights", "other weights"),
+        (loading(without_an_expert), "weights", "other weights"),
+    ],
+    ids=["top_p", "temperature", "stale prefix", "no weight", "no expert"],
+)
+def test_a_planted_error_is_found_and_named(
+    plant: Plant, axis: str, named: str, tmp_path: Path, one_rank: None
+) -> None:
+    found = certified(config_of(save_moe(tmp_path / "model")), plant)
+    assert found[axis].state == "broken" and named in found[axis].finding, found
+    assert [other.name for other in found.values() if other.state == "broken"] == [axis]

@@ -40,7 +40,8 @@ LIMITS = {
     32: Limits(mean=2e-5, p99=2e-5, largest=1e-4, ratio=2e-5, slope=1e-5),
     16: Limits(mean=0.02, p99=0.1, largest=math.inf, ratio=2e-3, slope=1e-3),
 }
-"""[bits of the learner's compute type] a fifth to a half of them is reached by sound tiny models with SGLang and transformers on CPUs."""
+"""[bits of the learner's compute type] sound tiny models with SGLang and transformers on CPUs reach a tenth to a half.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from async_rl.base.types import Batch, FloatArray, Group
+from async_rl.base.types import Batch, FloatArray, Group, Row, Support
+from learner.models.token_scores import TokenSupports
 
 
 def rows_by_episode(group: Group) -> list[range]:
@@ -285,6 +286,7 @@ class ForwardInputs(PackedTokens):
 
     targets: Tensor  # [N] int64 response tokens
     temperature: Tensor  # [N] float32 logged temperature
+    supports: TokenSupports | None = None  # of the N tokens; None: all are over the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,9 +381,20 @@ def collate(
         where=_tensor(np.concatenate(where), torch.int64, device),
         targets=_tensor(targets, torch.int64, device),
         temperature=_tensor(temperatures, torch.float32, device),
+        supports=_supports([batch.groups[g].rows[i] for g, i in rows], device),
     )
     response = _response_tokens(batch, rows, advantages, device, is_trained)
     return MicroBatch(inputs=inputs, response=response, rows=tuple(rows) if is_trained else ())
+
+
+def _supports(rows: Sequence[Row], device: torch.device) -> TokenSupports | None:
+    """Return the supports of the tokens of these rows, all of which have one or none has."""
+    supports = [row.support for row in rows if row.support is not None]
+    if not supports:
+        return None
+    assert len(supports) == len(rows), "one run samples all of its groups in the same way"
+    joined = Support.joined(supports)
+    return TokenSupports(_tensor(joined.ids, torch.int64, device), torch.from_numpy(joined.offsets))
 
 
 def _response_tokens(

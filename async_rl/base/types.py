@@ -169,12 +169,20 @@ class Support:
         return Support(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     @classmethod
+    def none(cls, tokens: int) -> Support:
+        """Return the support of tokens that were not sampled."""
+        return cls(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64))
+
+    @classmethod
     def of(cls, sets: Iterable[Iterable[int]]) -> Support:
         """Return the support with these sets, one for each token, each in any order."""
-        sorted_sets = [sorted(each) for each in sets]
-        sizes = [0, *map(len, sorted_sets)]
-        ids = np.fromiter(itertools.chain.from_iterable(sorted_sets), np.int32, sum(sizes))
-        return cls(ids, np.cumsum(sizes, dtype=np.int64))
+        return cls.of_arrays([np.unique(np.array([*each], np.int32)) for each in sets])
+
+    @classmethod
+    def of_arrays(cls, sets: Sequence[IntArray]) -> Support:
+        """Return the support with these sets, one for each token, each ascending."""
+        sizes = [0, *map(len, sets)]
+        return cls(np.concatenate([np.zeros(0, np.int32), *sets]), np.cumsum(sizes, dtype=np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Support]) -> Support:

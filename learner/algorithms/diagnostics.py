@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.base.telemetry.metrics import EPISODES, TOKENS, Metric
-from async_rl.base.types import Batch, Row
+from async_rl.base.types import Batch, Row, Support
 from learner.algorithms.losses import TokenMetric, kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_row
 from learner.packing import ResponseTokens, rows_by_episode, tokens_by_episode
@@ -291,6 +291,17 @@ def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metr
     return metrics
 
 
+def _support_metrics(supports: Sequence[Support]) -> list[Metric]:
+    """Return how many ids the tokens were drawn from; nothing if that is not recorded."""
+    if not supports:
+        return []
+    sizes = np.concatenate([support.sizes[support.sizes > 0] for support in supports])
+    return [
+        Metric("support/ids_mean", float(sizes.mean()), by=TOKENS, unit="ids"),
+        Metric("support/ids_max", float(sizes.max()), "max", unit="ids"),
+    ]
+
+
 def batch_metrics(batch: Batch) -> list[Metric]:
     """Return reward, staleness and length metrics of episodes, and the buffer's counters.
 
@@ -317,6 +328,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
         *(Metric(key, value, "last") for key, value in batch.counters.items()),
         *(Metric(key, value) for key, value in batch.gauges.items()),
     ]
+    metrics += _support_metrics([row.support for rows in episodes for row in rows if row.support is not None])
     if (repeated := repeated_fraction(batch)) is not None:
         metrics.append(of_episodes("response/repeated_fraction", repeated, "share"))
     if any(group.episodes for group in batch.groups):

@@ -61,6 +61,8 @@ class Policy(Network):
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
         """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
 
+        Both are over the ids that each token was drawn from, where these are recorded.
+
         Adapters have dropout only in a pass whose gradient is recorded.
         """
         for dropout in self._dropouts:
@@ -68,11 +70,13 @@ class Policy(Network):
         states, head = self.hidden_states(inputs), self.lm.get_output_embeddings()
         if self.sequence is None:
             forbidden = torch.tensor(self.forbidden, device=states.device) if self.forbidden else None
-            return score_tokens(states, head.weight, inputs.targets, inputs.temperature, forbidden)
+            return score_tokens(
+                states, head.weight, inputs.targets, inputs.temperature, forbidden, inputs.supports
+            )
         from learner.models.sequence import owners
 
         scores: tuple[Tensor, Tensor] = head(
-            states, inputs.targets, inputs.temperature, owners(inputs, self.sequence)
+            states, inputs.targets, inputs.temperature, owners(inputs, self.sequence), inputs.supports
         )
         return scores
 

@@ -29,7 +29,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_rl.base.errors import ConfigError
 from learner.models import token_scores
-from learner.models.token_scores import grad_of_logits, scaled_logits, split_rows
+from learner.models.token_scores import (
+    TokenSupports,
+    grad_of_logits,
+    grads_inside,
+    largest_of,
+    scaled_logits,
+    split_rows,
+    sum_of,
+    without_supports,
+)
 
 
 def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
@@ -102,19 +111,22 @@ def _split_embeddings(module: Any, ranks: DeviceMesh, tokens: Tensor) -> Tensor:
 
 
 def _split_scores(
-    module: Any, ranks: DeviceMesh, states: Tensor, targets: Tensor, temperature: Tensor, owners: Tensor
+    module: Any, ranks: DeviceMesh, states: Tensor, targets: Tensor, temperature: Tensor, owners: Tensor,
+    supports: TokenSupports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return on every rank what `score_tokens` returns for all N tokens.
 
     Args:
         states: [m, hidden] of the m tokens that `owners` [N] gives to this rank.
         targets, temperature: [N] of all tokens.
+        supports: of all tokens.
     """
     weight = module.weight
     chunk = max(1, token_scores.LOGITS_BYTES[weight.device.type] // (4 * -(-weight.shape[0] // ranks.size())))
     chunks = list(_chunks(owners, chunk, ranks))
     scored: tuple[Tensor, Tensor] = _SplitScores.apply(
-        states, _own_rows(weight), targets - _first_row(weight, ranks), temperature, chunks, ranks
+        states, _own_rows(weight), targets - _first_row(weight, ranks), temperature, chunks, ranks,
+        None if supports is None else TokenSupports(supports.ids - _first_row(weight, ranks), supports.offsets),
     )
     return scored
 
@@ -175,31 +187,52 @@ class _SplitScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, head: Tensor, rows: Tensor, temperature: Tensor,
-        chunks: list[tuple[int, Tensor, slice]], ranks: DeviceMesh,
+        chunks: list[tuple[int, Tensor, slice]], ranks: DeviceMesh, supports: TokenSupports | None,
     ) -> tuple[Tensor, Tensor]:
-        """`rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]."""
+        """`rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]; so are the ids of
+        the supports."""
         logprobs, entropies, total = (torch.zeros_like(temperature, dtype=torch.float32) for _ in range(3))
+        inside = None if supports is None else torch.zeros_like(total)
         for owner, indices, part in chunks:
             logits = scaled_logits(_sent(states, owner, indices, part, ranks), head, temperature[indices])
+            own = None if supports is None else _own_supports(supports.take(indices), head)
             top = logits.amax(1)
-            dist.all_reduce(top, dist.ReduceOp.MAX, ranks.get_group())
+            if own is not None:
+                places = own.places(owners := own.owners, logits.shape[1])
+                tops = torch.stack([top, largest_of(logits.view(-1).index_select(0, places), own)])
+                dist.all_reduce(tops, dist.ReduceOp.MAX, ranks.get_group())
+                top, top_inside = tops
+                top_inside -= top
+            else:
+                dist.all_reduce(top, dist.ReduceOp.MAX, ranks.get_group())
             logits.sub_(top[:, None])
             here, row = _in_head(rows[indices], head)
             chosen = logits.gather(1, row[:, None])[:, 0].masked_fill_(~here, 0.0)
-            sums = torch.stack([*_weight_sums(logits), chosen])
+            parts = [*_weight_sums(logits), chosen]
+            if own is not None:
+                shifted = logits.view(-1).index_select(0, places).sub_(top_inside.index_select(0, owners))
+                weights = shifted.exp()
+                parts += [sum_of(weights, own), sum_of(weights.mul_(shifted), own)]
+            sums = torch.stack(parts)
             del logits  # before the next chunk is made
             dist.all_reduce(sums, group=ranks.get_group())
             log_sum = sums[0].log()
+            total[indices] = log_sum + top
             logprobs[indices] = sums[2] - log_sum
             entropies[indices] = log_sum - sums[1] / sums[0]
-            total[indices] = log_sum + top
-        ctx.chunks, ctx.ranks = chunks, ranks
+            if inside is not None:
+                is_any = sums[3] > 0  # a token without ids has a sum of 0
+                log_inside = sums[3].log() + top_inside
+                inside[indices] = log_inside + top
+                logprobs[indices] = (sums[2] - log_inside).where(is_any, logprobs[indices])
+                entropies[indices] = (sums[3].log() - sums[4] / sums[3]).where(is_any, entropies[indices])
+        ctx.chunks, ctx.ranks, ctx.supports, ctx.inside = chunks, ranks, supports, inside
         ctx.save_for_backward(states, head, rows, temperature, entropies, total)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         states, head, rows, temperature, entropies, total = ctx.saved_tensors
         of_states = torch.zeros_like(states)
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -209,8 +242,18 @@ class _SplitScores(torch.autograd.Function):
             of_logprobs, of_entropies = (
                 None if grad is None else grad[indices] / temperature[indices] for grad in grads
             )
+            inside, of_whole = None, (of_logprobs, of_entropies)
+            if ctx.supports is not None:
+                whole = ctx.supports.take(indices)
+                own = _own_supports(whole, head)
+                inside = grads_inside(
+                    of_logprobs, of_entropies, logits, own, ctx.inside[indices], entropies[indices]
+                )
+                of_whole = without_supports(of_logprobs, whole), without_supports(of_entropies, whole)
             logp = logits.sub_(total[indices, None])
-            of_logits = grad_of_logits(logp, entropies[indices], of_logprobs, of_entropies)
+            of_logits = grad_of_logits(logp, entropies[indices], *of_whole)
+            if inside is not None:
+                of_logits.view(-1).scatter_add_(0, *inside)
             if of_logprobs is not None:
                 here, row = _in_head(rows[indices], head)
                 of_logits.scatter_add_(1, row[:, None], (of_logprobs * here)[:, None])
@@ -223,7 +266,15 @@ class _SplitScores(torch.autograd.Function):
             if of_head is not None:
                 of_head += of_logits.T @ sent
             del of_logits  # before the next chunk is made
-        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None
+        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None, None
+
+
+def _own_supports(supports: TokenSupports, head: Tensor) -> TokenSupports:
+    """Return those ids of each token that are rows of this rank's head."""
+    is_here = (supports.ids >= 0) & (supports.ids < len(head))
+    owners = supports.owners[is_here].cpu()
+    sizes = torch.bincount(owners, minlength=len(supports.offsets) - 1)
+    return TokenSupports(supports.ids[is_here], torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
 
 
 def _in_head(rows: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,15 @@ eighth of their rows at a time: the peak is 1.3 times LOGITS_BYTES, with bfloat1
 1.5 times. The backward pass computes the logits again, in the same chunks, unless one chunk held them all. It adds the
 gradient of W, which has the size of W, in float32 if there are several chunks. The gradients are
 d log p(y) / dz = [y = v] - p_v and dH / dz = -p_v (log p_v + H).
+
+A token that was drawn from a part S of the vocabulary, its support, has log p(y | S) = z_y - logsumexp_S(z) and the
+entropy of p_v / p_S. The gradients are the same with p_v / p_S for p_v inside S, and 0 outside. S is a list of ids: no
+mask [N, V] is made.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +30,46 @@ _PARTS = 8
 """Temporary tensors of the logits' shape have this part of a chunk's rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSupports:
+    """For each of N tokens the ids that its logprob is over; without any it is over the whole vocabulary."""
+
+    ids: Tensor
+    """int64. The ids of the first token, then those of the second, and so on; those of a token differ."""
+    offsets: Tensor
+    """[N + 1] int64 in CPU memory. Token i has the ids offsets[i]..offsets[i + 1] - 1."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """[N] the number of ids of each token."""
+        return self.offsets.diff().to(self.ids.device)
+
+    @property
+    def owners(self) -> Tensor:
+        """The token of each id."""
+        return torch.repeat_interleave(self.sizes, output_size=len(self.ids))
+
+    def places(self, owners: Tensor, width: int) -> Tensor:
+        """Return where each id is in [N, width], as an index into N * width: faster than an index of two parts."""
+        return torch.add(self.ids, owners, alpha=width)
+
+    def cut(self, start: int, end: int) -> TokenSupports:
+        """Return the supports of the tokens start..end - 1."""
+        offsets = self.offsets[start : end + 1]
+        return TokenSupports(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def take(self, tokens: Tensor) -> TokenSupports:
+        """Return the supports of these tokens, in their order."""
+        tokens = tokens.cpu()
+        sizes = self.offsets.diff()[tokens]
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        shifts = (self.offsets[tokens] - offsets[:-1]).repeat_interleave(sizes)
+        return TokenSupports(self.ids[(torch.arange(len(shifts)) + shifts).to(self.ids.device)], offsets)
+
+
 def score_tokens(
-    states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None = None
+    states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None = None,
+    supports: TokenSupports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities of the N target tokens, entropies of their distributions), [N] float32 with gradient.
 
@@ -35,34 +78,98 @@ def score_tokens(
     Args:
         forbidden: ids of tokens that the distributions leave out. A target that is one of them was not sampled; its
             logprob is 0.
+        supports: the ids that the distributions are over, each target among its own.
     """
-    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature, forbidden)
+    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature, forbidden, supports)
     return scored
+
+
+def largest_of(values: Tensor, supports: TokenSupports) -> Tensor:
+    """Return the largest of each token's values, one of each of its ids; -inf without ids. [N]"""
+    return torch.segment_reduce(values, "max", lengths=supports.sizes, unsafe=True)
+
+
+def sum_of(values: Tensor, supports: TokenSupports) -> Tensor:
+    """Return the sum of each token's values, one of each of its ids; 0 without ids. [N]"""
+    return torch.segment_reduce(values, "sum", lengths=supports.sizes, unsafe=True)
+
+
+def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor]:
+    """Return (log p_S, the entropy of p_v / p_S) for each row of `logp` = log p [n, V]; 0 without ids. [n], [n]"""
+    owners = supports.owners
+    inside = logp.view(-1).index_select(0, supports.places(owners, logp.shape[1]))
+    top = largest_of(inside, supports)
+    inside.sub_(top.index_select(0, owners))
+    weights = inside.exp()
+    total = sum_of(weights, supports)
+    entropies = total.log() - sum_of(weights.mul_(inside), supports) / total
+    is_any = supports.sizes > 0
+    return (top + total.log()).where(is_any, 0.0), entropies.where(is_any, 0.0)
+
+
+def without_supports(grads: Tensor | None, supports: TokenSupports) -> Tensor | None:
+    """Return gradients [n] with 0 for each token that has ids."""
+    return None if grads is None else grads.masked_fill(supports.sizes > 0, 0.0)
+
+
+def grads_inside(
+    of_logprobs: Tensor | None, of_entropies: Tensor | None, logp: Tensor, supports: TokenSupports, log_mass: Tensor,
+    entropies: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return (places of the ids in [n * V], what to add to the gradient of the logits there).
+
+    That is the gradient of `grad_of_logits`, without the targets' part, with p_v / p_S for p_v.
+
+    Args:
+        logp: [n, V] log p, or z.
+        log_mass: [n] log of the sum of the exponentials of each token's ids.
+        entropies: [n] of p_v / p_S.
+    """
+    owners = supports.owners
+    places = supports.places(owners, logp.shape[1])
+    log_shares = logp.view(-1).index_select(0, places).sub_(log_mass.index_select(0, owners))
+    grads = log_shares.exp().neg_()
+    slope = torch.zeros_like(log_mass) if of_logprobs is None else of_logprobs
+    if of_entropies is None:
+        return places, grads.mul_(slope.index_select(0, owners))
+    slope = slope + of_entropies * entropies
+    log_shares.mul_(of_entropies.index_select(0, owners)).add_(slope.index_select(0, owners))
+    return places, grads.mul_(log_shares)
 
 
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None
+        ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None,
+        supports: TokenSupports | None,
     ) -> tuple[Tensor, Tensor]:
         size = max(1, LOGITS_BYTES[head.device.type] // (4 * head.shape[0]))
-        scores = []
-        for x, y, t in zip(states.split(size), targets.split(size), temperature.split(size), strict=True):
+        scores, masses = [], list[Tensor]()
+        for start in range(0, max(1, len(states)), size):
+            part = slice(start, start + size)
+            x, y, t = states[part], targets[part], temperature[part]
             logp = _log_softmax(x, head, t, forbidden)
             chosen = logp.gather(1, y[:, None])[:, 0]
             if forbidden is not None:
                 chosen.masked_fill_(torch.isin(y, forbidden), 0.0)
             kept = logp if len(states) <= size and (states.requires_grad or head.requires_grad) else None
-            scores.append((chosen, torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in split_rows(logp)])))
+            entropy = torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in split_rows(logp)])
+            if supports is not None:
+                own = supports.cut(start, start + len(x))
+                mass, inside = _inside(logp, own)
+                chosen, entropy = chosen - mass, inside.where(own.sizes > 0, entropy)
+                masses.append(mass)
+            scores.append((chosen, entropy))
             del logp  # before the next chunk is made
         logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
         ctx.size, ctx.kept, ctx.forbidden = size, kept, forbidden
+        ctx.supports, ctx.masses = supports, masses
         ctx.save_for_backward(states, head, targets, temperature, entropies)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         states, head, targets, temperature, entropies = ctx.saved_tensors
         of_states = torch.empty_like(states)
         # Each chunk rounds the sum once more: forty chunks in bfloat16 would more than double the gradient's error.
@@ -75,8 +182,16 @@ class _ScoreTokens(torch.autograd.Function):
             ctx.kept = kept = None
             # of z times the temperature: divided here they need no pass over the logits
             of_logprobs, of_entropies = (None if grad is None else grad[part] / temperature[part] for grad in grads)
-            of_logits = grad_of_logits(logp, entropies[part], of_logprobs, of_entropies)
+            inside, of_whole = None, (of_logprobs, of_entropies)
+            if ctx.supports is not None:
+                own = ctx.supports.cut(start, start + len(logp))
+                mass = ctx.masses[start // ctx.size]
+                inside = grads_inside(of_logprobs, of_entropies, logp, own, mass, entropies[part])
+                of_whole = without_supports(of_logprobs, own), without_supports(of_entropies, own)
+            of_logits = grad_of_logits(logp, entropies[part], *of_whole)
             del logp  # of_logits has its memory, until it is converted
+            if inside is not None:
+                of_logits.view(-1).scatter_add_(0, *inside)
             if of_logprobs is not None:
                 of_logits.scatter_add_(1, targets[part, None], of_logprobs[:, None])
             of_logits = of_logits.to(head.dtype)
@@ -86,7 +201,7 @@ class _ScoreTokens(torch.autograd.Function):
             elif of_head is not None:
                 of_head += of_logits.T @ states[part]
             del of_logits  # before the next chunk is made
-        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None
+        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None
 
 
 def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:

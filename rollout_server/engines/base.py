@@ -14,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from async_rl.base.config import Config
-from async_rl.base.types import FloatArray, IntArray, Prompt
+from async_rl.base.config import Config, Sampling
+from async_rl.base.types import FloatArray, IntArray, Prompt, Support
 
 _GREEDY_TEMPERATURE = 1e-4
 """Temperature of greedy replies. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
@@ -52,6 +52,11 @@ class GenerationRequest:
     max_tokens: int
     temperature: float
     top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float = 0.0
+    wants_support: bool = False
+    """Whether the replies must have a `support`. Their logprobs are over it then."""
 
     @property
     def key(self) -> str:
@@ -60,7 +65,12 @@ class GenerationRequest:
 
     def greedy(self) -> GenerationRequest:
         """Return the request for greedy replies."""
-        return replace(self, temperature=_GREEDY_TEMPERATURE, top_p=1.0)
+        sampling = Sampling(_GREEDY_TEMPERATURE)
+        return replace(self, **sampling._asdict(), wants_support=False)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +78,21 @@ class SampledReply:
     """One reply: T >= 1 sampled tokens, also the end-of-text token if it was sampled, with logprobs and versions."""
 
     tokens: IntArray  # [T]
-    logprobs: FloatArray  # [T] of log_softmax(logits / temperature), before top_p
+    logprobs: FloatArray
+    """[T] of log_softmax(logits / temperature): over the ids of `support`, or without one over the whole vocabulary,
+    also if top_p, top_k or min_p leave tokens out."""
     versions: IntArray  # [T] policy version whose weights sampled the token
     finish_reason: str
     """`stop` (the model ended the reply) or `length` (it reached max_tokens)."""
+    support: Support | None = None
+    """The ids that each token was drawn from; None unless the request wants it."""
+
+    def cut(self, length: int) -> SampledReply:
+        """Return the first `length` tokens as a reply that has been stopped."""
+        return replace(
+            self, tokens=self.tokens[:length], logprobs=self.logprobs[:length], versions=self.versions[:length],
+            finish_reason="stop", support=self.support and self.support.cut(0, length),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +174,7 @@ class StopTexts:
         if not self._is_in(tokens):
             return reply
         count = bisect.bisect_left(range(len(tokens)), True, lo=1, key=lambda count: self._is_in(tokens[:count]))
-        return replace(
-            reply, tokens=reply.tokens[:count], logprobs=reply.logprobs[:count], versions=reply.versions[:count],
-            finish_reason="stop",
-        )
+        return reply.cut(count)
 
     def _is_in(self, tokens: Sequence[int]) -> bool:
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

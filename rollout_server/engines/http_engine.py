@@ -18,12 +18,13 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import numpy.typing as npt
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ProcessDiedError
 from async_rl.base.models_and_data.model_folder import end_tokens
 from async_rl.base.network import authorization
-from async_rl.base.types import IntArray
+from async_rl.base.types import IntArray, Support
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply, check_prompt
 from rollout_server.engines.server_process import ServerProcess, server_seed
 
@@ -185,6 +186,8 @@ class OpenReply:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """The ids that each token was drawn from, ascending, if the request wants them."""
     finish_reason: str = ""
     """`stop` or `length`; empty until the reply has ended."""
     sample: int = 0
@@ -194,17 +197,19 @@ class OpenReply:
         return SampledReply(
             tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
+            support=Support.of_arrays(self.sets) if self.sets else None,
         )
 
     def extend(
-        self, tokens: list[int], logprobs: list[float], spans: list[dict[str, Any]] | None, end: str, *,
-        max_tokens: int, end_tokens: Sequence[int], may_abort: bool,
+        self, tokens: list[int], logprobs: list[float], spans: list[dict[str, Any]] | None, end: str,
+        sets: list[list[int]] | None = None, *, max_tokens: int, end_tokens: Sequence[int], may_abort: bool,
     ) -> None:
         """Append the tokens that one request has sampled, and set finish_reason if the reply has ended.
 
         Args:
             spans: the server's weight_versions; see token_versions.
             end: why the request ended: `stop` (by an end token), `length`, `abort`, or anything else, an error.
+            sets: the ids that each token was drawn from; None: the request does not want them.
             max_tokens: the longest reply.
 
         Raises:
@@ -219,6 +224,8 @@ class OpenReply:
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += token_versions(spans, len(tokens)).tolist()
+        if sets is not None:
+            self.sets += checked_sets(tokens, sets)
         if end == "stop" or (aborted and tokens and tokens[-1] in end_tokens):  # an abort can come with the last token
             self.finish_reason = "stop"
         elif end == "length" or (aborted and len(self.tokens) == max_tokens):
@@ -227,6 +234,21 @@ class OpenReply:
             raise AsyncRLError(
                 f"the rollout server did not finish a reply: finish_reason {end}. Its log in run_dir/logs may say why"
             )
+
+
+def checked_sets(tokens: list[int], sets: list[list[int]]) -> list[npt.NDArray[np.int32]]:
+    """Return the ids that each token was drawn from, ascending.
+
+    Raises:
+        AsyncRLError: the server has not sent a set for each token that the token is in.
+    """
+    if len(sets) != len(tokens) or any(token not in ids for token, ids in zip(tokens, sets, strict=True)):
+        raise AsyncRLError(
+            "the rollout server must send the ids that each token was drawn from, the token among them, got "
+            f"{len(sets)} sets for {len(tokens)} tokens. Set algorithm.support: ignore, or rollout.top_p 1, top_k 0 "
+            "and min_p 0"
+        )
+    return [np.unique(np.array(ids, np.int32)) for ids in sets]
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:

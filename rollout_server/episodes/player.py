@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.base.errors import AsyncRLError
-from async_rl.base.types import IntArray
+from async_rl.base.types import IntArray, Support
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.episode import Episode, WholeRow
 
@@ -100,5 +100,6 @@ def _row(prompt: IntArray, reply: SampledReply) -> WholeRow:
         logprobs=np.concatenate([np.zeros(length, np.float32), reply.logprobs]),
         versions=np.concatenate([np.full(length, reply.versions[0], np.int32), reply.versions]),
         mask=np.arange(length + len(reply.tokens)) >= length, num_start_tokens=length,
+        support=reply.support and Support.joined([Support.none(length), reply.support]),
         turn_ends=(length + len(reply.tokens) - 1,), turn_rewards=(0.0,), finish_reason=reply.finish_reason,
     )  # fmt: skip

@@ -333,15 +333,15 @@ class Evaluation:
         """Return the eval.samples_per_prompt episodes of a prompt with their rewards, or as many None if a reward
         failed."""
         rollout, evaluation = self._config.rollout, self._config.eval
-        temperature, top_p = evaluation.sampling(rollout)
+        sampling = evaluation.sampling(rollout)
         request = GenerationRequest(
             purpose=Purpose.EVALUATION, group_id=next(self._numbers), prompt=prompt, start_version=0,
             seed=self._config.run.seed + _SEED_OFFSET, n=evaluation.samples_per_prompt,
-            max_tokens=rollout.max_response_tokens, temperature=temperature, top_p=top_p,
+            max_tokens=rollout.max_response_tokens, **sampling._asdict(),
         )
         try:
             async with places:
-                return await self._answer(request if temperature else request.greedy())
+                return await self._answer(request if sampling.temperature else request.greedy())
         except RewardError:
             return [None] * request.n
 

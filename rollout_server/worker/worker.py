@@ -202,7 +202,7 @@ class Worker(EvalWorker):
             group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
             seed=self._config.run.seed, n=self._config.rollout.group_size,
             max_tokens=self._config.rollout.max_response_tokens,
-            temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
+            **self._config.rollout.sampling._asdict(), wants_support=self._config.records_support,
         )
         try:
             episodes, baseline = await self._play(request)

@@ -329,3 +329,20 @@ def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tm
     assert "learner.gradient_checkpointing" in never.check()[0]
     with pytest.raises(ConfigError, match=r"^memory:.*learner ranks"):
         plan(tmp_path, 2).check()
+
+
+def test_a_dry_run_tells_the_size_of_supports(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [])
+    sizes: dict[str, Any] = {"learner": {"prompts_per_step": 100}, "run": {"steps": 50}}
+    rollout = {"engine": "hf", "group_size": 8, "max_response_tokens": 500}
+
+    def line(**narrowing: Any) -> list[str]:
+        text = dry_run(make_config(model_folder, **sizes, rollout={**rollout, **narrowing}))
+        return re.findall(r"\n# supports, bytes a sampled token +(.*)", text)
+
+    assert line() == []
+    # 20 ids of at most a byte and a half each, and their number: 31 bytes for each of 50 * 800 * 500 tokens
+    assert line(top_k=20, top_p=0.99) == [
+        "about 16 (temperature 0.6) to 31 (temperature 1), at most 0.62 GB in the journal"
+    ]
+    assert line(min_p=0.5) == ["about 4 (temperature 0.6) to 4 (temperature 1), at most 0.08 GB in the journal"]

@@ -137,6 +137,9 @@ def test_a_reward_that_takes_other_arguments_or_fails_in_its_trial_call_is_refus
     assert "Event" not in source or "timeouts.reward_s = 0.2" in str(caught.value)
 
 
+BIASED: dict[str, Any] = {"rollout": {"min_p": 0.1}, "algorithm": {"support": "ignore"}}
+
+
 def test_train_shows_its_cautions_once_and_leaves_no_folder_if_nothing_begins(
     base: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,19 +149,19 @@ def test_train_shows_its_cautions_once_and_leaves_no_folder_if_nothing_begins(
     monkeypatch.setattr(pipeline, "open_ray", contextlib.nullcontext)
     monkeypatch.setattr(pipeline, "reserve", refuse)
     with pytest.raises(ConfigError, match="no further"):
-        run(changed(base, rollout={"top_p": 0.9}, logging={"wandb": "disabled"}))
-    assert capsys.readouterr().out.count("caution: rollout.top_p") == 1
+        run(changed(base, **BIASED, logging={"wandb": "disabled"}))
+    assert capsys.readouterr().out.count("caution: algorithm.support") == 1
     assert not list(Path(base.run.dir).iterdir())
 
 
 def test_what_may_not_be_meant_is_a_caution(base: Config, model: Path, tmp_path: Path) -> None:
-    assert check_inputs(base) == []
+    assert check_inputs(base) == check_inputs(changed(base, rollout={"min_p": 0.1})) == []
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     sandbox = SandboxConfig(kind="none")
     for named, cautious in (
         (str(folder), changed(base, model={"path": folder})),
-        ("rollout.top_p", changed(base, rollout={"top_p": 0.9})),
+        ("algorithm.support", changed(base, **BIASED)),
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(
             name="rollout_server.tasks.examples:Programs", reward="code", sandbox=sandbox

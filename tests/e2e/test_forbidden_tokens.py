@@ -1,4 +1,4 @@
-"""Runs that never sample special tokens: engine and learner have one distribution, and ratios are 1 on-policy."""
+"""Runs that never sample some tokens: engine and learner have one distribution, and ratios are 1 on-policy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.kit.engines.in_thread import EngineInThread
 pytestmark = pytest.mark.e2e
 
 HF = ["rollout.engine=hf", "weight_sync.transport=disk"]
+NARROWED = ["rollout.top_p=0.9", "rollout.min_p=0.005"]
 STEPS = 3
 OFF_POLICY = ("parity/precision/mean_abs", "offpolicy/kl_behaviour_proximal", "offpolicy/kl_behaviour_proximal_k3")
 
@@ -30,6 +31,10 @@ def trained(smoke_yaml: Path, folder: Path, engine: list[str]) -> Run:
     run = run_assembled(config)
     rows = [row for batch in run.batches for group in batch.groups for row in group.rows]
     tokens = [int(token) for row in rows for token in row.tokens]
+    supports = [row.support for row in rows if row.support is not None]
+    assert len(supports) == (len(rows) if config.records_support else 0)
+    assert all((support.sizes > 0).all() and support.sizes.mean() < 100 for support in supports)
+    assert not {int(token) for support in supports for token in support.ids} & set(forbidden)
     assert len(run.steps) == STEPS and len(tokens) > 1000 and not set(tokens) & set(forbidden)
     assert max(step["staleness/max"] for step in run.steps) == 0
     return run
@@ -43,11 +48,14 @@ def assert_on_policy(run: Run) -> None:
     assert run.steps[-1]["kl/reference"] > 1e-6, "the policy moves"
 
 
-def test_ratios_are_1_where_special_tokens_are_forbidden(smoke_yaml: Path, tmp_path: Path) -> None:
-    assert_on_policy(trained(smoke_yaml, tmp_path, HF))
+@pytest.mark.parametrize("narrowed", [[], NARROWED])
+def test_ratios_are_1_where_special_and_improbable_tokens_are_not_sampled(
+    smoke_yaml: Path, tmp_path: Path, narrowed: list[str]
+) -> None:
+    assert_on_policy(trained(smoke_yaml, tmp_path, [*HF, *narrowed]))
 
 
-def test_ratios_are_1_with_sglang_where_special_tokens_are_forbidden(
+def test_ratios_are_1_with_sglang_where_such_tokens_are_not_sampled(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread
 ) -> None:
-    assert_on_policy(trained(smoke_yaml, tmp_path, sglang_server.overrides))
+    assert_on_policy(trained(smoke_yaml, tmp_path, [*sglang_server.overrides, *NARROWED]))

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.base.config import Config, EvalConfig
+from async_rl.base.config import Config, EvalConfig, Sampling
 from async_rl.base.errors import RewardError
 from async_rl.base.telemetry.metrics import reduce_metrics
 from async_rl.base.types import Prompt
@@ -78,15 +78,15 @@ def test_accuracy_and_the_means_of_right_and_wrong_answers_give_the_mean_reward(
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
-        ({}, (1.5, 0.9)),
-        ({"temperature": 0.6, "top_p": 0.5}, (0.6, 0.5)),
-        ({"temperature": 0, "samples_per_prompt": 1}, (1e-4, 1.0)),
+        ({}, Sampling(1.5, 0.9, 40, 0.1)),
+        ({"temperature": 0.6, "top_p": 0.5}, Sampling(0.6, 0.5, 40, 0.1)),
+        ({"top_k": 0, "min_p": 0.0}, Sampling(1.5, 0.9)),
+        ({"temperature": 0, "samples_per_prompt": 1}, Sampling(1e-4)),
     ],
 )
-def test_held_out_prompts_are_answered_at_a_temperature_of_their_own(
-    settings: dict[str, float], asked: tuple[float, float]
-) -> None:
-    config = changed(worker_config(), rollout={"temperature": 1.5, "top_p": 0.9}, eval=settings)
+def test_held_out_prompts_are_answered_by_sampling_of_their_own(settings: dict[str, float], asked: Sampling) -> None:
+    training = {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1}
+    config = changed(worker_config(), rollout=training, eval=settings)
     requests = []
 
     async def answer(request: GenerationRequest) -> list[Episode]:
@@ -95,7 +95,8 @@ def test_held_out_prompts_are_answered_at_a_temperature_of_their_own(
 
     evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
     asyncio.run(evaluation.run(0, beside_training=False))
-    assert {(request.temperature, request.top_p) for request in requests} == {asked}
+    assert {request.sampling for request in requests} == {asked}
+    assert not any(request.wants_support for request in requests)
 
 
 ROW = WholeRow(

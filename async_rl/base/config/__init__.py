@@ -16,6 +16,7 @@ from async_rl.base.config.data import (
     BufferConfig,
     EvalConfig,
     RolloutConfig,
+    Sampling,
     StalenessConfig,
     TaskConfig,
 )
@@ -116,6 +117,11 @@ class Config:
         Episodes of several turns that fail are left out, and answers without a verdict of a reward.
         """
         return 2 if self.algorithm.advantage_entry.compares_group else 1
+
+    @property
+    def records_support(self) -> bool:
+        """Whether each sampled token is recorded with the ids that it was drawn from."""
+        return self.algorithm.support == "replay" and self.rollout.sampling.narrows
 
     @property
     def max_rows_per_group(self) -> int:

@@ -181,6 +181,10 @@ class AlgorithmConfig:
     (decoupled), which takes a forward pass with several optimizer steps a batch and in some other cases. interpolate:
     log-linear between behaviour and learner by version, without a forward pass. rollout: the policy that sampled the
     tokens (coupled)."""
+    support: Literal["replay", "ignore"] = "replay"
+    """What is recorded where rollout.top_p, top_k or min_p leave tokens out. replay: each token with the ids that it
+    was drawn from, its support; all logprobs, also the learner's and the reference's, are over these ids. ignore:
+    logprobs over the whole vocabulary, so that ratios are biased."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over episodes,
     each with the mean of its tokens. constant: their sum divided by episodes * rollout.max_response_tokens, or with

@@ -379,6 +379,12 @@ def _check_engine(config: Config) -> None:
         not rollout.forbid_special_tokens or config.learner.sequence_parallel == 1, "rollout.forbid_special_tokens",
         True, "false with learner.sequence_parallel above 1", "The ranks that split a head know no forbidden tokens.",
     )
+    check(
+        not config.records_support or entry.records_support, "algorithm.support", "replay",
+        f"ignore {with_engine} and rollout.top_p, top_k or min_p",
+        f"It does not say which tokens these keep. Or sample from all: top_p 1, top_k 0, min_p 0. "
+        f"{_engines_with(lambda e: e.records_support)}",
+    )
     taken = [name for name in rollout.server_args if name.replace("_", "-") in entry.sets_flags]
     check(
         not taken, "rollout.server_args", rollout.server_args, f"without {', '.join(entry.sets_flags)} {with_engine}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -169,6 +169,21 @@ class TaskConfig:
         return ", ".join(each.reward or "the task's own" for each in self.named_rewards) or "those of the episodes"
 
 
+class Sampling(NamedTuple):
+    """How tokens are sampled: with a temperature, from those tokens that three rules keep. Its names are a request's.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def narrows(self) -> bool:
+        """Whether tokens may be left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
 @section("rollout")
 class RolloutConfig(OnePart):
     """The generation of answers: the engine, how many, how long, and the sampling."""
@@ -197,8 +212,13 @@ class RolloutConfig(OnePart):
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy replies have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling. Below 1 the logged logprobs do not belong to the sampling distribution: ratios are biased, and
-    the run says so."""
+    """Sample only from the most probable tokens that have this mass together (nucleus sampling). 1: from all. A token
+    that top_p, top_k or min_p leaves out is not sampled; with algorithm.support replay the learner leaves it out too.
+    """
+    top_k: NonNegativeInt = 0
+    """Sample only from so many of the most probable tokens. 0: from all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample only from tokens that are at least this times as probable as the most probable one. 0: from all."""
     stop: Annotated[List[tuple[str, ...]], checked(all, "texts that are not empty")] = ()
     """Texts that end a reply, e.g. ["Question:"], also an evaluation's. It ends with the token that completes one;
     that token stays in the reply, is seen by the reward, and is trained on, because it was sampled. vLLM samples on
@@ -231,6 +251,10 @@ class RolloutConfig(OnePart):
     def engine_entry(self) -> EngineEntry:
         """The `EngineEntry` that `engine` names, in the table ENGINES or as `module:name`."""
         return find_entry(ENGINES, self.engine, "rollout.engine")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
 
 @section("staleness")
@@ -301,6 +325,11 @@ class EvalConfig:
     """The temperature of answers to held-out prompts. rollout: as in training. 0: greedy, one answer each."""
     top_p: Annotated[float, Field(gt=0, le=1)] | Literal["rollout"] = "rollout"
     """Nucleus sampling of these answers. rollout: as in training. Greedy answers have none."""
+    top_k: NonNegativeInt | Literal["rollout"] = "rollout"
+    """How many of the most probable tokens these answers are sampled from; 0: all. rollout: as in training."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | Literal["rollout"] = "rollout"
+    """These answers are sampled from tokens that are at least this times as probable as the most probable one. rollout:
+    as in training."""
     correct_threshold: float = 1.0
     """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
     credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""
@@ -324,10 +353,10 @@ class EvalConfig:
             "All greedy answers to a prompt are the same. Set eval.samples_per_prompt=1, or a temperature above 0.",
         )
 
-    def sampling(self, rollout: RolloutConfig) -> tuple[float, float]:
-        """Return (temperature, top_p) of answers to held-out prompts; temperature 0 is greedy."""
-        temperature = rollout.temperature if self.temperature == "rollout" else self.temperature
-        return temperature, rollout.top_p if self.top_p == "rollout" else self.top_p
+    def sampling(self, rollout: RolloutConfig) -> Sampling:
+        """Return how answers to held-out prompts are sampled; temperature 0 is greedy."""
+        own = {name: value for name in Sampling._fields if (value := getattr(self, name)) != "rollout"}
+        return rollout.sampling._replace(**own)
 
     def is_right(self, reward: float | None) -> bool:
         """Return whether an answer with this reward counts as right; None: there is none, because the reward failed."""

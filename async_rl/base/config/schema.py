@@ -225,7 +225,7 @@ _HERE = {
     "it is timeouts.batch_s": "work_s",
     "it is timeouts.buffer_s": "wire_s",
     "it is weight_sync.double_buffer": "staging",
-    "there is none: logprobs would not be those of the sampled distribution": "top_k min_p repetition_penalty",
+    "there is none: logprobs would not be those of the sampled distribution": "repetition_penalty",
 }  # fmt: skip
 OTHER_NAMES = {name: said for said, names in _HERE.items() for name in names.split()}
 """[the last part of a key, or a whole key] what the error for it says."""

@@ -51,7 +51,7 @@ RULES = {
              f"{_OFF_POLICY}, or raise algorithm.correction.cap, or lower algorithm.correction.floor if it is set"),
         Rule("mismatch", "parity/precision/mean_abs", 1, "above", 0.1,
              "logprobs of engine and learner differ by {now:.2g} at the same weights",
-             "Use model.dtype: float32, rollout.top_p: 1.0 and no quantisation in rollout.server_args"),
+             "Use model.dtype: float32 and no quantisation in rollout.server_args"),
         Rule("vtrace", "vtrace/reach", 1, "below", 0.5,
              "V-trace carries {now:.0%} of a final reward back over the median answer",
              "Use algorithm.advantage: gae, or lower staleness.depth"),

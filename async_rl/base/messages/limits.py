@@ -92,6 +92,8 @@ class Limits:
             max_prompt_tokens=config.task.max_prompt_tokens,
             max_response_tokens=config.longest_response_tokens,
             needs_baseline=config.algorithm.advantage_entry.needs_greedy_baseline,
+            needs_support=config.records_support,
+            max_support_ids=(config.rollout.top_k or MAX_VOCABULARY) if config.records_support else 0,
         )
 
     @classmethod

@@ -49,6 +49,9 @@ class EngineEntry:
     """Flags of the server's program that the engine sets and relies on: they must not be in rollout.server_args."""
     forbids_tokens: bool = False
     """It can exclude tokens from sampling (rollout.forbid_special_tokens), with logprobs of what is left."""
+    records_support: bool = False
+    """It gives the ids that each token was drawn from where rollout.top_p, top_k or min_p leave some out, and logprobs
+    over them (GenerationRequest.wants_support)."""
     parses_tool_calls: bool = False
     """A server has the parsers of tool calls that rollout.tool_parser names, at SGLang's /parse_function_call."""
     packages: tuple[str, ...] = ()
@@ -132,8 +135,10 @@ ENGINES: dict[str, EngineEntry] = {
         max_tensor_parallel=0,
         attaches_to_url=True,
         forbids_tokens=True,
+        records_support=True,
         sets_flags=(
             "model-path", "host", "port", "weight-version", "served-model-name", "tp-size", "custom-weight-loader",
+            "sampling-mask-max-tokens",
         ),
         parses_tool_calls=True,
         packages=("sglang",),
@@ -165,6 +170,7 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "folder"),
         staging=("device",),
         forbids_tokens=True,
+        records_support=True,
         rebuilds_weights=True,
         computes_in_worker=True,
     ),

@@ -57,6 +57,8 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
         "correction": config.correction_kind,
         "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",
     }
+    if config.records_support:
+        derived["supports, bytes a sampled token"] = supports_line(config)
     text = dump_config(shown)
     sections = {
         "differs from the defaults": [
@@ -70,6 +72,25 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
         if lines:
             text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
     return text
+
+
+_SUPPORT_BYTES = {0.8: (3.6, 21.0), 0.9: (5.1, 51.0), 0.95: (7.2, 108.0), 0.99: (16.0, 417.0)}
+"""[top_p] bytes a token of supports as they are sent: at temperature 0.6 and 1, SmolLM2-135M on questions of GSM8K
+(benchmarks/results/exact_policy.md)."""
+_ID_BYTES = 1.5
+"""Bytes of an id, when a set has only few."""
+
+
+def supports_line(config: Config) -> str:
+    """Return what the ids take that tokens are drawn from: in messages, and in the journal of a run of this size."""
+    sampling = config.rollout.sampling
+    most_ids = min(sampling.top_k or inf, 1 / sampling.min_p if sampling.min_p else inf)
+    above = [sizes for top_p, sizes in _SUPPORT_BYTES.items() if top_p >= sampling.top_p]
+    low, high = (min(size, 1 + _ID_BYTES * most_ids) for size in (above[0] if above else (16.0, inf)))
+    steps = min(config.run.steps, config.journal_kept_steps if config.journal_kept_steps >= 0 else config.run.steps)
+    tokens = steps * config.episodes_per_step * config.longest_response_tokens
+    kept = f", at most {high * tokens / 1e9:.2g} GB in the journal" if config.buffer.journal and high < inf else ""
+    return f"about {low:.0f} (temperature 0.6) to {high:.0f} (temperature 1){kept}"
 
 
 def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -154,10 +154,12 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     add("disk", f"room in {config.run.dir}", lambda: _check_disk(config), *loads)
     if runs_here(config):
         add("memory of the run", "learner, servers", lambda: check_memory(config), *loads)
-    if (top_p := config.rollout.top_p) < 1:
-        biased = "samples from a narrowed distribution while the behaviour logprobs are those of the full one"
-        caution = f"rollout.top_p = {top_p} {biased}: importance ratios are biased. 1.0 is exact."
-        add("rollout.top_p", f"{top_p}", lambda: [caution])
+    if config.rollout.sampling.narrows and not config.records_support:
+        caution = (
+            "algorithm.support = ignore: rollout.top_p, top_k or min_p leave tokens out of the sampling, while "
+            "logprobs are those of all tokens. Importance ratios are biased once the policy has moved. replay is exact."
+        )
+        add("algorithm.support", "ignore", lambda: [caution])
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
         add("episodes", played, lambda: _check_episodes(config), MODEL, pools=servers)

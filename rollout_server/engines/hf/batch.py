@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from async_rl.base.types import Support
 from rollout_server.engines.base import GenerationRequest, SampledReply, StopTexts
 
 PREFILL_TOKENS = 16_384
@@ -107,6 +108,8 @@ class _OpenReply:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """The ids that each token was drawn from, if the request wants them."""
     done: bool = False
 
     @property
@@ -138,8 +141,8 @@ class DecodingBatch:
         self._cache: list[WindowLayer] = []
         self._retracted: list[_OpenReply] = []
         """Unfinished rows whose KV was dropped."""
-        self._sampling: tuple[Tensor, Tensor | None] | None = None
-        """Temperature and top_p of the rows, [B, 1] each; None after the rows have changed."""
+        self._sampling: _Sampling | None = None
+        """Of the rows; None after the rows have changed."""
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._retracted)
@@ -222,17 +225,21 @@ class DecodingBatch:
         rows: list[_OpenReply],
         logits: Tensor,  # [B, V]
         version: int,
-        sampling: tuple[Tensor, Tensor | None],
+        sampling: _Sampling,
     ) -> list[OpenRequest]:
         """Sample a token for each row from `logits` and append it; return groups whose replies have all ended now."""
         # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
         logits = logits.index_fill(1, self._forbidden, -torch.inf) if len(self._forbidden) else logits
-        tokens, logprobs = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
+        tokens, logprobs, kept = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
+        is_recorded = any(row.group.request.wants_support for row in rows)
+        sets = token_sets(kept) if is_recorded else [np.zeros(0, np.int32)] * len(rows)
         complete = []
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        for row, token, logprob, ids in zip(rows, tokens.tolist(), logprobs.tolist(), sets, strict=True):
             if row.done:
                 continue
+            if row.group.request.wants_support:
+                row.sets.append(ids)
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
@@ -270,12 +277,29 @@ def _new_row(group: OpenRequest, sample: int) -> _OpenReply:
     return _OpenReply(group, sample, uniforms(request.seed, request.prompt.index, sample, request.max_tokens))
 
 
-def _sampling(rows: list[_OpenReply], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the rows' temperature [B, 1] and top_p [B, 1]; top_p is None if it is 1 in all rows."""
+class Narrowing(NamedTuple):
+    """What leaves tokens out, for each row."""
+
+    top_p: Tensor  # [B, 1] float32
+    top_k: Tensor  # [B, 1] int64; 0: no limit
+    min_p: Tensor  # [B, 1] float32
+    is_recorded: Tensor  # [B, 1] bool: the logprob is over the tokens that are kept
+
+
+class _Sampling(NamedTuple):
+    temperature: Tensor  # [B, 1] float32
+    narrowing: Narrowing | None  # None: no row leaves tokens out
+
+
+def _sampling(rows: list[_OpenReply], device: torch.device) -> _Sampling:
     requests = [row.group.request for row in rows]
-    top_p = torch.tensor([[request.top_p] for request in requests], device=device)
-    temperature = torch.tensor([[request.temperature] for request in requests], device=device)
-    return temperature, top_p if bool((top_p < 1).any()) else None
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([[getattr(request, name)] for request in requests], device=device)
+
+    narrows = any(request.sampling.narrows or request.wants_support for request in requests)
+    narrowing = Narrowing(*map(column, ("top_p", "top_k", "min_p", "wants_support"))) if narrows else None
+    return _Sampling(column("temperature").float(), narrowing)
 
 
 def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
@@ -312,6 +336,7 @@ def _sampled_reply(row: _OpenReply, finish_reason: str) -> SampledReply:
         logprobs=np.array(row.logprobs, dtype=np.float32),
         versions=np.array(row.versions, dtype=np.int32),
         finish_reason=finish_reason,
+        support=Support.of_arrays(row.sets) if row.sets else None,
     )
 
 
@@ -331,30 +356,51 @@ def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArr
 def sample_tokens(
     logits: Tensor,  # [B, V]
     temperature: Tensor,  # [B, 1] float32
-    top_p: Tensor | None,  # [B, 1] float32; None: full support
+    narrowing: Narrowing | None,  # None: from the whole vocabulary
     uniform: Tensor,  # [B, 1] float64 in [0, 1)
-) -> tuple[Tensor, Tensor]:
-    """Sample one token per row; return the tokens [B] and their logprobs [B].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token per row; return the tokens [B], their logprobs [B], and which tokens each was drawn from [B, V].
 
     The token is the one whose interval of the cumulative distribution contains `uniform`. The logprob comes from
-    log_softmax(logits / temperature), also under top_p, which only narrows the choice, as in SGLang.
+    log_softmax(logits / temperature); where the row's tokens are recorded it is over these tokens alone.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     probabilities = logprobs.exp()
-    if top_p is not None:
-        probabilities = _nucleus(probabilities, top_p)
+    if narrowing is not None:
+        probabilities = _narrowed(probabilities, narrowing)
+    kept = probabilities > 0
+    if narrowing is not None:
+        narrowed = logprobs.masked_fill(~kept, -torch.inf)
+        narrowed -= narrowed.logsumexp(dim=-1, keepdim=True)
+        logprobs = torch.where(narrowing.is_recorded, narrowed, logprobs)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     below = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))  # rounding may lift it
     tokens = torch.searchsorted(cumulative, below, right=True)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), kept
 
 
-def _nucleus(
+def _narrowed(
     probabilities: Tensor,  # [B, V]
-    top_p: Tensor,  # [B, 1]
+    narrowing: Narrowing,
 ) -> Tensor:
-    """Return `probabilities` [B, V] with 0 outside the smallest set of most probable tokens that reaches `top_p`."""
+    """Return `probabilities` [B, V] with 0 for each token that one of the three rules leaves out, as in SGLang.
+
+    top_p keeps the smallest set of most probable tokens that reaches it; 1 keeps all.
+    """
     descending, order = probabilities.sort(dim=-1, descending=True)
     before = descending.cumsum(dim=-1) - descending  # mass of the more probable tokens
-    return torch.zeros_like(probabilities).scatter(1, order, descending.masked_fill(before >= top_p, 0.0))
+    is_out = (before >= narrowing.top_p) & (narrowing.top_p < 1)
+    places = torch.arange(probabilities.shape[1], device=probabilities.device)
+    is_out |= (narrowing.top_k > 0) & (places >= narrowing.top_k)
+    is_out |= descending < narrowing.min_p * descending[:, :1]
+    return torch.zeros_like(probabilities).scatter(1, order, descending.masked_fill(is_out, 0.0))
+
+
+def token_sets(
+    kept: Tensor,  # [B, V] bool
+) -> list[npt.NDArray[np.int32]]:
+    """Return for each row the ids that it keeps, ascending."""
+    rows, ids = kept.nonzero(as_tuple=True)
+    sizes = torch.bincount(rows, minlength=len(kept)).cpu().numpy()
+    return np.split(ids.to("cpu", torch.int32).numpy(), np.cumsum(sizes)[:-1])

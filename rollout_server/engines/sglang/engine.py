@@ -24,7 +24,7 @@ from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key
-from rollout_server.engines.sglang.launch import server_flags, sglang_process
+from rollout_server.engines.sglang.launch import server_flags, sglang_process, support_ids
 
 
 class SGLangEngine(HttpEngine):
@@ -32,18 +32,23 @@ class SGLangEngine(HttpEngine):
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
+        self.support_ids = 0
+        """The most ids that the server gives for a token; 0: it gives none."""
 
     async def open_server(self, model: Any, on_gpu: bool) -> None:
         self.forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         if url := self._config.rollout.server_url:
             admin = SGLangAdmin(self._config, url)
-            await asyncio.to_thread(attach_server, admin, self._config)
+            if self._config.records_support:
+                self.support_ids = support_ids(self._config, self.vocab_size)
+            await asyncio.to_thread(attach_server, admin, self._config, self.support_ids)
             self.url = admin.url
             return
         free_bytes = psutil.virtual_memory().available
         flags = server_flags(
             self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
         )
+        self.support_ids = int(flags.get("sampling-mask-max-tokens", 0))
         self.server = sglang_process(self._name, flags, self._log_file, self._config)
         await self.server.start()
         self.url = self.server.url
@@ -53,13 +58,18 @@ class SGLangEngine(HttpEngine):
         prefix = f"{request.key}.{next(self._attempts)}."
         priority = self.priority(request)
         stop = self._config.rollout.stop
-        bodies = [request_body(request, replies, self.end_tokens, prefix, priority, self.forbidden, stop)]
+        bodies = [
+            request_body(request, replies, self.end_tokens, prefix, priority, self.forbidden, stop, self.support_ids)
+        ]
         if len(replies) > 1:
             bodies.insert(0, primer_body(request, prefix, priority))
         for body in bodies:
             responses = await self.post("/generate", body, body["rid"], request.key)
         for reply, response in zip(replies, responses, strict=True):
-            extend_reply(reply, response, request.max_tokens, self.end_tokens, stop, may_abort=self.resubmits)
+            extend_reply(
+                reply, response, request.max_tokens, self.end_tokens, stop, may_abort=self.resubmits,
+                wants_support=request.wants_support,
+            )
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}
@@ -76,11 +86,14 @@ class SGLangEngine(HttpEngine):
         return Load(min(running, slots), slots, sum(rank.get("max_total_num_tokens", 0) for rank in ranks))
 
 
-def attach_server(admin: SGLangAdmin, config: Config) -> None:
+def attach_server(admin: SGLangAdmin, config: Config, support_ids: int = 0) -> None:
     """Reset a running server: end its requests, load the weights of model.path as version 0, and empty its cache.
 
+    Args:
+        support_ids: the most ids of a token's support that it must give; 0: it need give none.
+
     Raises:
-        ConfigError: the server's settings would make it tag tokens with wrong versions.
+        ConfigError: the server's settings would make it tag tokens with wrong versions, or it gives too few ids.
         WeightSyncError: the server can't be reached, or refuses one of these requests.
     """
     try:
@@ -94,6 +107,13 @@ def attach_server(admin: SGLangAdmin, config: Config) -> None:
             not (config.rollout.stop and admin.server_info().get("skip_tokenizer_init")), "rollout.server_url",
             admin.url,
             "a server without --skip-tokenizer-init for rollout.stop", "It has to read the text of its replies.",
+        )
+        most = admin.server_info().get("sampling_mask_max_tokens", 0) if support_ids else 0
+        check(
+            most >= support_ids, "rollout.server_url", admin.url,
+            f"a server of SGLang 0.5.21 or newer with --sampling-mask-max-tokens {support_ids} or more",
+            f"It gives {most} of the ids that a token was drawn from (algorithm.support replay). Or set "
+            f"algorithm.support: ignore{f', or rollout.top_k: {most}' if most else ''}.",
         )
         admin.resume()  # an earlier run may have left the server paused in the middle of a push
         admin.abort_all()
@@ -137,7 +157,7 @@ def primer_body(request: GenerationRequest, prefix: str, priority: int) -> dict[
 
 def request_body(
     request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int,
-    forbidden: Sequence[int] = (), stop: Sequence[str] = (),
+    forbidden: Sequence[int] = (), stop: Sequence[str] = (), support_ids: int = 0,
 ) -> dict[str, Any]:
     """Return the body of one /generate request that samples the missing rest of each of `replies`.
 
@@ -146,11 +166,15 @@ def request_body(
         priority: as for `primer_body`.
         forbidden: tokens that are not sampled. SGLang adds the bias to the logits, so it is in the logprobs too.
         stop: the texts that end a reply. A server with any must have a tokenizer.
+        support_ids: the most ids of a token's support that the server gives.
     """
+    top_k = request.top_k or -1
+    if request.wants_support:  # then SGLang needs a limit
+        top_k = min(request.top_k or support_ids, support_ids)
     prompt = request.prompt.tokens.tolist()
     sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
-        "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
-        "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": top_k,
+        "min_p": request.min_p, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
         **({"stop": list(stop), "no_stop_trim": True} if stop else {}),
     }
     if forbidden:
@@ -165,14 +189,14 @@ def request_body(
             }
             for reply in replies
         ],
-        "return_logprob": True,
+        **({"return_sampling_mask": True} if request.wants_support else {"return_logprob": True}),
         "extra_key": cache_key(request), "priority": priority,
     }
 
 
 def extend_reply(
     reply: OpenReply, response: dict[str, Any], max_tokens: int, end_tokens: list[int], stop: Sequence[str] = (), *,
-    may_abort: bool,
+    may_abort: bool, wants_support: bool = False,
 ) -> None:
     """Append the tokens of the server's response to `reply`, and set its finish_reason if it has ended.
 
@@ -182,8 +206,11 @@ def extend_reply(
     finish = meta["finish_reason"]
     is_end = isinstance(matched := finish.get("matched"), int) or matched in stop  # SGLang also "matches" errors
     failed = finish.get("status_code") or (finish["type"] == "stop" and not is_end)
+    if wants_support:
+        logprobs, sets = meta.get("output_token_sampling_logprobs") or [], meta.get("output_token_sampling_mask") or []
+    else:
+        logprobs, sets = [entry[0] for entry in meta.get("output_token_logprobs") or ()], None
     reply.extend(
-        response["output_ids"], [entry[0] for entry in meta.get("output_token_logprobs") or ()],
-        meta.get("weight_versions"), str(finish) if failed else finish["type"],
+        response["output_ids"], logprobs, meta.get("weight_versions"), str(finish) if failed else finish["type"], sets,
         max_tokens=max_tokens, end_tokens=end_tokens, may_abort=may_abort,
     )

@@ -62,6 +62,8 @@ HINTS = (
     ("Could not find CUDA installation", _BUILDS), ("nvcc", _BUILDS), ("ninja", _BUILDS),
     ("unrecognized arguments", "A key of rollout.server_args is no flag of this SGLang."),
 )
+SUPPORT_BYTES = 2**31
+"""The most memory that a server may take for the supports of one token of all replies."""
 CPU_CACHE_TOKENS = 2**15
 """The tokens for which a server on the CPU has room."""
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
@@ -84,6 +86,11 @@ def why_refused(config: Config) -> str:
             f"it can't stage weights (weight_sync.double_buffer) with {', '.join(sorted(packed))} in "
             "rollout.server_args: only one model with unpacked weights has a second set of them"
         )
+    if config.records_support and "speculative-algorithm" in flags:
+        return (
+            "with speculative-algorithm in rollout.server_args it does not say which tokens rollout.top_p, top_k and "
+            "min_p keep. Set algorithm.support: ignore, or leave it out"
+        )
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         gpu = "pip install 'async-rl[sglang-gpu]'"
@@ -93,6 +100,8 @@ def why_refused(config: Config) -> str:
     if reason := _why_parser_refused(config.rollout.tool_parser, srt):
         return reason
     model = transformers.AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    if reason := _why_supports_refused(config, int(model.get_text_config().vocab_size)):
+        return reason
     if not model.architectures:
         return ""
     name = model.architectures[0]
@@ -139,6 +148,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "load-snapshot-publish-interval": 1,  # in decode steps; /v1/loads reports it, and occupancy comes from that
         "log-level": "warning",
         "custom-weight-loader": [SWAP],
+        **({"sampling-mask-max-tokens": support_ids(config, model.vocab_size)} if config.records_support else {}),
         # With speculative decoding server_changes.py does not know how many tokens of a forward count.
         "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }
@@ -165,6 +175,27 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         )
         flags["default-priority-value"] = 0  # without one, SGLang's scheduler fails at the end of its own warm-up
     return flags | user
+
+
+def support_ids(config: Config, vocabulary: int) -> int:
+    """Return the most ids of a token's support."""
+    return min(config.rollout.top_k or vocabulary, vocabulary)
+
+
+def _why_supports_refused(config: Config, vocabulary: int) -> str:
+    """Return why a server has no room for the supports of a run, as a part of a sentence, or "".
+
+    It takes an id and a weight of 4 bytes for each of the ids that a token may have, and for each reply that it
+    samples.
+    """
+    replies = min(config.rollout.max_groups_in_flight, config.slots) * config.rollout.group_size
+    if not config.records_support or 8 * replies * support_ids(config, vocabulary) <= SUPPORT_BYTES:
+        return ""
+    return (
+        f"the ids that tokens of {replies} replies are drawn from (algorithm.support replay) would take more than "
+        f"{SUPPORT_BYTES >> 30} GiB on it. Set rollout.top_k: {SUPPORT_BYTES // (8 * replies)} or less, which leaves "
+        "out hardly anything, or lower rollout.max_groups_in_flight"
+    )
 
 
 def _user_flags(config: Config) -> Flags:

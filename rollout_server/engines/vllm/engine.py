@@ -79,6 +79,11 @@ def refuse_run(config: Config) -> str:
         f"1.0 with rollout.engine {config.rollout.engine} on a GPU",
         "There its sampler reports logprobs over the tokens that top_p keeps. Or set another rollout.engine.",
     )
+    narrowed = {name: value for name in ("top_k", "min_p") if (value := getattr(config.rollout, name))}
+    check(
+        not narrowed, "rollout", narrowed, f"without top_k and min_p with rollout.engine {config.rollout.engine}",
+        "It would report logprobs over the tokens that they keep. Set top_p, or another rollout.engine.",
+    )
     check_environment(config)
     size = head_size(AutoConfig.from_pretrained(config.model.path).get_text_config())
     if torch.cuda.is_available() or size in CPU_HEAD_SIZES:
@@ -281,8 +286,9 @@ def request_body(
         "cache_salt": cache_key(request),
         "sampling_params": {
             "n": len(replies), "max_tokens": request.max_tokens - len(sampled), "temperature": request.temperature,
-            "top_p": request.top_p, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
-            "presence_penalty": 0.0, "logprobs": 0, "ignore_eos": True, "stop_token_ids": end_tokens,
+            "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p,
+            "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+            "logprobs": 0, "ignore_eos": True, "stop_token_ids": end_tokens,
             "detokenize": False,
         },
     }

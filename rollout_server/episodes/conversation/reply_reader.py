@@ -10,7 +10,6 @@ Reading must take linear time: a model can sample any text.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import json
 import logging
@@ -92,10 +91,7 @@ class ReplyReader:
         if not is_complete(len(tokens)):
             return reply
         end = bisect_left(range(len(tokens)), True, key=is_complete)
-        return dataclasses.replace(
-            reply, tokens=reply.tokens[:end], logprobs=reply.logprobs[:end], versions=reply.versions[:end],
-            finish_reason="stop",
-        )  # fmt: skip
+        return reply.cut(end)
 
     async def read(self, tokens: Sequence[int], tools: Sequence[Schema], stop: Sequence[str] = ()) -> ReadMessage:
         """Return the reply as a message. Its text ends before the first text of `stop`."""

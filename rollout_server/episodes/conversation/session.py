@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from async_rl.base.types import IntArray
+from async_rl.base.types import IntArray, Support
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.chat_messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.conversation.rendering import TurnRenderer
@@ -458,12 +458,14 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
     assert leaf is not None and path[0].sampled is None, "a path leads from a context to a reply"
     logprobs = [np.zeros(len(node.tokens), np.float32) for node in path]
     mask = [np.zeros(len(node.tokens), np.bool_) for node in path]
+    supports = [Support.none(len(node.tokens)) for node in path]
     turn_ends, turn_rewards, end = [], [], 0
     for position, node in enumerate(path):
         end += len(node.tokens)
         if node.sampled is not None and node not in trained:
             logprobs[position] = node.sampled.logprobs
             mask[position][:] = True
+            supports[position] = node.sampled.support or supports[position]
             turn_ends.append(end - 1)
             turn_rewards.append(node.reward)
     return WholeRow(
@@ -471,6 +473,7 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
         logprobs=np.concatenate(logprobs),
         versions=np.concatenate(list(_versions(path))),
         mask=np.concatenate(mask),
+        support=leaf.support and Support.joined(supports),
         num_start_tokens=len(path[0].tokens),
         turn_ends=tuple(turn_ends),
         turn_rewards=tuple(turn_rewards),

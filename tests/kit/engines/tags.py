@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rl.base.types import FloatArray, IntArray
-from rollout_server.engines.base import SampledReply
-from tests.kit.engines.replies import TOLERANCE, from_scratch
+from rollout_server.engines.base import GenerationRequest, SampledReply
+from tests.kit.engines.replies import TOLERANCE, distributions, from_scratch, of_tokens, wrong_sets
 
 TOLD_APART = 0.05
 """The least error of some logprob of a segment under another version's weights."""
@@ -29,7 +29,16 @@ def over_mixed_kv(
     models: Mapping[int, PreTrainedModel], prompt: IntArray, reply: SampledReply, temperature: float,
     other: int | None = None,
 ) -> FloatArray:
-    """Logprobs [T] as engines that keep KV compute them: each segment by its version, on KV of the versions before.
+    """Logprobs [T] as engines that keep KV compute them, over the support of each token if it was recorded."""
+    whole = distributions_over_mixed_kv(models, prompt, reply, temperature, other)
+    return of_tokens(whole, reply.tokens, reply.support)
+
+
+def distributions_over_mixed_kv(
+    models: Mapping[int, PreTrainedModel], prompt: IntArray, reply: SampledReply, temperature: float,
+    other: int | None = None,
+) -> torch.Tensor:
+    """Logprobs [T, V] as engines that keep KV compute them: each segment by its version, on KV of the versions before.
 
     The forward that samples token i + 1 reads token i and computes its KV. With `other` every segment is computed by
     that version's weights instead, on the same KV.
@@ -38,13 +47,13 @@ def over_mixed_kv(
     sequence = np.concatenate([prompt, reply.tokens])
     for version, start, end in segments(reply.versions):
         first = cache.get_seq_length()
-        fed, sampled = sequence[first : len(prompt) + end - 1], reply.tokens[start:end]
+        fed = sequence[first : len(prompt) + end - 1]
         if other is not None:
-            parts.append(_continue(models[other], _copy(cache), fed, sampled, temperature))
-            _continue(models[version], cache, fed, sampled, temperature)
+            parts.append(_continue(models[other], _copy(cache), fed, end - start, temperature))
+            _continue(models[version], cache, fed, end - start, temperature)
         else:
-            parts.append(_continue(models[version], cache, fed, sampled, temperature))
-    return np.concatenate(parts)
+            parts.append(_continue(models[version], cache, fed, end - start, temperature))
+    return torch.cat(parts)
 
 
 def check_tags(
@@ -60,7 +69,9 @@ def check_tags(
     Returns:
         The mean difference to a recompute from scratch, over tokens sampled after the first update.
     """
-    fresh = {v: from_scratch(model, prompt, reply.tokens, temperature) for v, model in models.items()}
+    fresh = {
+        v: from_scratch(model, prompt, reply.tokens, temperature, support=reply.support) for v, model in models.items()
+    }
     tagged = np.concatenate([fresh[v][a:b] for v, a, b in segments(reply.versions)])
     later = reply.versions != reply.versions[0]
     mismatch = np.abs(reply.logprobs - tagged)[later]
@@ -76,14 +87,30 @@ def check_tags(
     return float(mismatch.mean()) if later.any() else 0.0
 
 
+def check_supports(
+    models: Mapping[int, PreTrainedModel], request: GenerationRequest, reply: SampledReply, *, keeps_kv: bool
+) -> None:
+    """Assert that the ids of each token are those that the request's sampling keeps under its version's weights."""
+    prompt, temperature = request.prompt.tokens, request.temperature
+    if not request.wants_support:
+        assert reply.support is None
+        return
+    assert reply.support is not None
+    if keeps_kv:
+        whole = distributions_over_mixed_kv(models, prompt, reply, temperature)
+    else:
+        fresh = {v: distributions(models[v], prompt, reply.tokens, temperature) for v in set(reply.versions.tolist())}
+        whole = torch.cat([fresh[v][a:b] for v, a, b in segments(reply.versions)])
+    assert wrong_sets(whole, reply.support, request.sampling) == []
+
+
 def _continue(
-    model: PreTrainedModel, cache: DynamicCache, fed: IntArray, reply: IntArray, temperature: float
-) -> FloatArray:
-    """Extend the cache by the tokens `fed`; return the logprobs of `reply`, which the last of them predict."""
+    model: PreTrainedModel, cache: DynamicCache, fed: IntArray, size: int, temperature: float
+) -> torch.Tensor:
+    """Extend the cache by the tokens `fed`; return the logprobs [size, V] that the last of them predict."""
     with torch.no_grad():
         output = model(input_ids=torch.from_numpy(fed).long()[None], past_key_values=cache, use_cache=True)
-    logprobs = torch.log_softmax(output.logits[0, -len(reply) :].float() / temperature, dim=-1)
-    return logprobs.gather(1, torch.from_numpy(reply).long()[:, None]).squeeze(1).numpy()
+    return torch.log_softmax(output.logits[0, -size:].float() / temperature, dim=-1)
 
 
 def _copy(cache: DynamicCache) -> DynamicCache:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.base.types import Batch, EpisodeFacts, Row
+from async_rl.base.types import Batch, EpisodeFacts, Row, Support
 from learner.packing import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import VOCAB
@@ -37,6 +37,22 @@ def make_batch(
         prompt = rng.integers(3, VOCAB, int(rng.integers(2, 13)))
         made.append(make_group(index, prompt, rows, version, temperature=temperature))
     return batch_of(*made, version=version)
+
+
+def with_supports(batch: Batch, seed: int = 0) -> Batch:
+    """The batch with a random support of each trained token, from itself alone to the whole vocabulary."""
+    rng = np.random.default_rng(seed)
+
+    def supported(row: Row) -> Row:
+        sizes = np.where(row.mask, rng.integers(1, VOCAB, len(row.tokens), endpoint=True), 0)
+        sets = [
+            {int(token), *rng.choice(VOCAB, size, replace=False).tolist()} if size else ()
+            for token, size in zip(row.tokens, sizes, strict=True)
+        ]
+        return replace(row, support=Support.of(sets))
+
+    groups = [replace(group, rows=tuple(map(supported, group.rows))) for group in batch.groups]
+    return replace(batch, groups=tuple(groups))
 
 
 def make_turns_row(text: str, turn_rewards: Sequence[float], reward: float, version: int = 0) -> Row:

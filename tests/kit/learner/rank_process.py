@@ -30,7 +30,7 @@ from learner.loop.updater import Updater
 from learner.models.policy import full_parameters, save_policy
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
-from tests.kit.learner.batches import make_batch, make_episode_batch
+from tests.kit.learner.batches import make_batch, make_episode_batch, with_supports
 
 ALGORITHMS = {
     "token_mean": AlgorithmConfig(advantage="gae", whiten=True),
@@ -55,6 +55,10 @@ EPISODE_ALGORITHMS = {
     "episodes, gae": AlgorithmConfig(advantage="gae", whiten=True),
 }
 """The cases that train on episodes of several turns and rows."""
+
+WITH_SUPPORTS = ("constant", "episodes, gae")
+"""The cases whose logprobs are over recorded ids, the reference's too."""
+
 
 class Case(NamedTuple):
     """The work of a rank, and how the ranks divide it."""
@@ -127,6 +131,8 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
         networks["critic"] = updater.critic.lm
         torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
     batch = make_episode_batch() if algorithm in EPISODE_ALGORITHMS else make_batch()
+    if algorithm in WITH_SUPPORTS:
+        batch = with_supports(batch)
     packed = updater.pack(batch, batch_advantages(config, batch))
     (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
     losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
@@ -160,7 +166,8 @@ def measure_roles(model: Path, case: Case) -> dict[str, Any]:
         placement=placed(case),
     )
     updater = Updater(config, torch.device("cpu"))
-    metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]
+    batches = make_batch(0, 0), with_supports(make_batch(1, 1))
+    metrics = [{m.key: m.value for m in updater.update(batch)} for batch in batches]
     types = {"weights": torch.float32, "narrow": torch.bfloat16}
     return {"metrics": metrics, **{key: dict(full_parameters(updater.policy, dtype)) for key, dtype in types.items()}}
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from learner.memory.passes import LiveBytes
 from learner.models import token_scores as scoring
-from learner.models.token_scores import score_tokens
+from learner.models.token_scores import TokenSupports, score_tokens
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,3 +117,78 @@ def test_a_forbidden_target_has_logprob_0_and_finite_gradients() -> None:
     assert logprobs.tolist() == [0.0] * 7
     torch.where(torch.zeros(7, dtype=torch.bool), logprobs.exp(), 0.0).sum().backward()
     assert states.grad is not None and states.grad.abs().sum() == 0
+
+
+SETS: list[list[int]] = [[3, 7, 9], [], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [5], [2, 10], [], [0, 4, 8, 9]]
+"""The support of each token of `inputs`; none: the whole vocabulary."""
+
+
+def supported() -> tuple[Tensor, TokenSupports]:
+    """Targets, each in its support, and the supports."""
+    targets = torch.tensor([9, 6, 3, 5, 2, 1, 0])
+    offsets = torch.tensor([0, *(len(each) for each in SETS)]).cumsum(0)
+    return targets, TokenSupports(torch.tensor([token for each in SETS for token in each]), offsets)
+
+
+def over_supports(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores by a mask over the whole vocabulary, which the learner never makes."""
+    logits = states @ head.T / temperature[:, None]
+    is_out = torch.ones(7, 11, dtype=torch.bool)
+    for token, ids in enumerate(SETS):
+        is_out[token, ids or list(range(11))] = False
+    inside = torch.distributions.Categorical(logits=logits.masked_fill(is_out, torch.finfo(logits.dtype).min))
+    return inside.log_prob(targets), inside.entropy()
+
+
+@pytest.mark.parametrize("rows_at_once", [100, 3])
+def test_scores_are_over_each_tokens_support(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
+    targets, supports = supported()
+    (states, head, _, temperature), (others, same, *_) = inputs(), inputs()
+    weights = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    found = score_tokens(states, head, targets, temperature, None, supports)
+    expected = over_supports(others, same, targets, temperature)
+    for logprobs, entropy in (found, expected):
+        (logprobs * weights + 0.3 * entropy * weights.flip(0)).sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(states.grad, others.grad)
+    torch.testing.assert_close(head.grad, same.grad)
+
+
+@pytest.mark.parametrize("rows_at_once", [100, 2])
+def test_gradients_over_supports_agree_with_finite_differences(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
+    targets, supports = supported()
+    states, head, _, temperature = inputs()
+    for output in (0, 1):
+        assert torch.autograd.gradcheck(
+            lambda *of, output=output: score_tokens(*of, targets, temperature, None, supports)[output], (states, head)
+        )
+
+
+def test_a_support_without_the_most_probable_tokens_has_finite_logprobs() -> None:
+    """A policy that has moved away gives what was sampled then no float32 probability."""
+    head = torch.tensor([[200.0], [0.0], [-1.0]], requires_grad=True)
+    supports = TokenSupports(torch.tensor([1, 2]), torch.tensor([0, 2]))
+    logprobs, _ = score_tokens(torch.ones(1, 1), head, torch.tensor([1]), torch.ones(1), None, supports)
+    logprobs.sum().backward()
+    inside = torch.log_softmax(torch.tensor([0.0, -1.0]), 0)
+    torch.testing.assert_close(logprobs, inside[:1], atol=1e-4, rtol=0)
+    p = inside.exp()
+    torch.testing.assert_close(head.grad, torch.tensor([[0.0], [1 - p[0]], [-p[1]]]), atol=1e-4, rtol=0)
+
+
+def test_supports_can_be_cut_and_taken_in_any_order() -> None:
+    _, supports = supported()
+
+    def sets(of: TokenSupports) -> list[list[int]]:
+        return [of.ids[a:b].tolist() for a, b in zip(of.offsets[:-1], of.offsets[1:], strict=True)]
+
+    assert sets(supports) == SETS and sets(supports.cut(2, 5)) == SETS[2:5]
+    order = [6, 1, 2, 0]
+    assert sets(supports.take(torch.tensor(order))) == [SETS[i] for i in order]
+    assert supports.cut(3, 5).owners.tolist() == [0, 1, 1]

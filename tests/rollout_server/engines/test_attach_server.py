@@ -19,7 +19,9 @@ from tests.kit.configs import make_config
 CONFIG = make_config()
 
 
-async def attach(config: Config, says: dict[str, Any], asked: list[str] | None = None) -> None:
+async def attach(
+    config: Config, says: dict[str, Any], asked: list[str] | None = None, support_ids: int = 0
+) -> None:
     """Attach to a server that answers /server_info with `says`; the paths of all requests are added to `asked`."""
 
     async def reply(request: web.Request) -> web.Response:
@@ -35,7 +37,7 @@ async def attach(config: Config, says: dict[str, Any], asked: list[str] | None =
     await site.start()
     try:
         admin = SGLangAdmin(config, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await asyncio.to_thread(attach_server, admin, config)
+        await asyncio.to_thread(attach_server, admin, config, support_ids)
     finally:
         await runner.cleanup()
 
@@ -49,6 +51,16 @@ def test_a_server_that_would_tag_tokens_with_wrong_versions_is_refused(says: dic
     retracting = dataclasses.replace(CONFIG, weight_sync=WeightSyncConfig(on_update="retract"))
     asyncio.run(attach(retracting, says))
     asyncio.run(attach(CONFIG, {"disable_overlap_schedule": True}))
+
+
+def test_a_server_that_gives_too_few_ids_of_a_support_is_refused() -> None:
+    says = {"disable_overlap_schedule": True}
+    for given in (says, says | {"sampling_mask_max_tokens": 4095}):
+        asked: list[str] = []
+        with pytest.raises(ConfigError, match="--sampling-mask-max-tokens 4096"):
+            asyncio.run(attach(CONFIG, given, asked, support_ids=4096))
+        assert set(asked) == {"/server_info"}, "the server must be left alone"
+    asyncio.run(attach(CONFIG, says | {"sampling_mask_max_tokens": 4096}, support_ids=4096))
 
 
 def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,17 @@ from async_rl.base.models_and_data.model_folder import forbidden_tokens, load_to
 from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import server_config
-from tests.kit.engines.replies import TOLERANCE, largest_error, request_for, same_replies, with_engine
-from tests.kit.engines.tags import check_tags
+from tests.kit.engines.replies import (
+    SUPPORT_TOLERANCE,
+    TOLERANCE,
+    distributions,
+    largest_error,
+    request_for,
+    same_replies,
+    with_engine,
+    wrong_sets,
+)
+from tests.kit.engines.tags import check_supports, check_tags
 from tests.kit.models import save_sharp_model, sharp_model
 
 
@@ -47,6 +57,37 @@ def test_special_tokens_can_be_forbidden_and_logprobs_are_of_the_others(folder: 
     assert largest_error(model, requests, groups, forbidden) < TOLERANCE
     assert largest_error(model, requests, groups) > TOLERANCE
     assert forbidden_tokens(server_config("hf", folder)) == ()
+
+
+@pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}, {"top_p": 0.95, "min_p": 0.02}])
+def test_each_token_has_the_ids_it_was_drawn_from_and_its_logprob_over_them(
+    folder: Path, rules: dict[str, float]
+) -> None:
+    asked: dict[str, Any] = {"n": 6, "temperature": 1.3, "max_tokens": 40, "wants_support": True, **rules}
+    groups = with_engine(server_config("hf", folder), lambda engine: replies_of(engine, range(6), **asked))
+    requests, model = [request_for(index, **asked) for index in range(6)], sharp_model("tiny-qwen2", seed=0).eval()
+    assert largest_error(model, requests, groups) < SUPPORT_TOLERANCE
+    num_cut = 0
+    for request, replies in zip(requests, groups, strict=True):
+        for reply in replies:
+            assert reply.support is not None
+            whole = distributions(model, request.prompt.tokens, reply.tokens, request.temperature)
+            assert wrong_sets(whole, reply.support, request.sampling) == []
+            num_cut += int((reply.support.sizes < whole.shape[1]).sum())
+    assert num_cut > 100
+
+
+def test_only_requests_that_want_them_get_supports_also_beside_others(folder: Path) -> None:
+    async def mixed(engine: HFEngine) -> list[list[SampledReply]]:
+        requests = (request_for(i, max_tokens=30, top_p=0.7, wants_support=i % 2 == 0) for i in range(6))
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    groups = with_engine(server_config("hf", folder), mixed)
+    model = sharp_model("tiny-qwen2", seed=0).eval()
+    for index, replies in enumerate(groups):
+        assert [reply.support is not None for reply in replies] == [index % 2 == 0] * 4
+    # Without one it is over the whole vocabulary.
+    assert largest_error(model, [request_for(i) for i in range(6)], groups) < TOLERANCE
 
 
 def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
@@ -94,12 +135,14 @@ def test_an_evaluation_leaves_concurrent_training_answers_bit_equal(folder: Path
     assert all(map(same_replies, plain, with_engine(config, with_evaluation)))
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.95])
 @pytest.mark.parametrize("keep_kv", [True, False])
 def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
-    folder: Path, keep_kv: bool
+    folder: Path, keep_kv: bool, top_p: float
 ) -> None:
+    """With top_p also the ids that each token was drawn from."""
     models = {version: sharp_model("tiny-qwen2", seed).eval() for version, seed in enumerate((0, 5, 6))}
-    request = request_for(3, n=6, max_tokens=100)
+    request = request_for(3, n=6, max_tokens=100, top_p=top_p, wants_support=top_p < 1)
 
     async def update_inside(engine: HFEngine) -> list[SampledReply]:
         running = asyncio.create_task(engine.generate(request))
@@ -117,6 +160,7 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     for reply in changed:
         assert set(reply.versions.tolist()) == {0, 1, 2}
         check_tags(models, request.prompt.tokens, reply, 1.0, keeps_kv=keep_kv)
+        check_supports(models, request, reply, keeps_kv=keep_kv)
 
 
 def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,15 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
-from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.replies import (
+    SUPPORT_TOLERANCE,
+    TOLERANCE,
+    distributions,
+    generate,
+    largest_error,
+    request_for,
+    wrong_sets,
+)
 from tests.kit.engines.servers import Server, on_both
 from tests.kit.engines.strangers import answered, listed_routes
 from tests.kit.engines.vllm import START_S, vllm
@@ -30,11 +39,36 @@ pytestmark = pytest.mark.e2e
 def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     server: Server, served: PreTrainedModel
 ) -> None:
-    """As with the hf engine, they are those of all tokens also where top_p excludes some."""
+    """Without supports they are those of all tokens also where top_p excludes some."""
     groups = [request_for(i, temperature=0.7, top_p=0.8, max_tokens=3 + 7 * i) for i in range(12)]
     replies = generate(server, *groups)
     assert largest_error(served, groups, replies) < TOLERANCE
     assert len({reply.tokens.tobytes() for reply in replies[-1]}) == 4, "samples of one prompt differ"
+
+
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+@pytest.mark.parametrize(("forbids", "rules"), [
+    (False, {"top_p": 0.8}), (False, {"top_k": 7}), (True, {"min_p": 0.1, "top_p": 0.97}),
+])
+def test_each_token_has_the_ids_it_was_drawn_from_and_its_logprob_over_them(
+    server: Server, served: PreTrainedModel, forbids: bool, rules: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden = list(range(3, server.engine.vocab_size, 3)) if forbids else []
+    monkeypatch.setattr(server.engine, "forbidden", forbidden)
+    monkeypatch.setattr(server.engine, "support_ids", server.engine.vocab_size)
+    asked: dict[str, Any] = {"n": 6, "temperature": 0.9, "max_tokens": 30, "wants_support": True, **rules}
+    requests = [request_for(i, **asked) for i in range(6)]
+    groups = generate(server, *requests, request_for(6))
+    assert largest_error(served, requests, groups[:-1], forbidden) < SUPPORT_TOLERANCE
+    assert groups[-1][0].support is None
+    num_cut = 0
+    for request, replies in zip(requests, groups, strict=False):
+        for reply in replies:
+            assert reply.support is not None
+            whole = distributions(served, request.prompt.tokens, reply.tokens, request.temperature, forbidden)
+            assert wrong_sets(whole, reply.support, request.sampling) == []
+            num_cut += int((reply.support.sizes < whole.shape[1]).sum())
+    assert num_cut > 100
 
 
 @pytest.mark.parametrize("server", ["sglang"], indirect=True)

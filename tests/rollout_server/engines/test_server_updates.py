@@ -17,7 +17,7 @@ from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.pushes import FORMS, MODELS, VERSIONS, connected, deliver, new_version, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
 from tests.kit.engines.servers import Server, on_both
-from tests.kit.engines.tags import check_tags
+from tests.kit.engines.tags import check_supports, check_tags
 from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
 from tests.kit.engines.vllm import vllm
 from tests.kit.learner.exported import train_and_export
@@ -66,13 +66,19 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     first = push(config, url)
     slow_push = server.config.rollout.engine == "vllm" and transport in ("disk", "cuda_ipc")
     n = 64 if slow_push else 16  # more of them take longer
-    request = request_for(6, n=n, max_tokens=900, temperature=TEMPERATURE, group_id=first)  # with KV of its own
+    # Each has KV of its own. SGLang also gives the ids that the tokens of a second group are drawn from.
+    request = request_for(6, n=n, max_tokens=900, temperature=TEMPERATURE, group_id=first)
+    monkeypatch.setattr(server.engine, "support_ids", server.engine.vocab_size, raising=False)
+    narrowed = [
+        dataclasses.replace(request, n=4, group_id=next(VERSIONS), top_p=0.95, wants_support=True)
+        for _ in range(server.config.rollout.engine == "sglang")
+    ]
     # Both updates are made and the connection is open before the replies begin, which are soon at their end.
     publisher, updates = connected(config, url), [new_version(config), new_version(config)]
     shares: list[float] = []
 
-    async def generate_over_two_updates() -> list[SampledReply]:
-        group = asyncio.create_task(server.engine.generate(request))
+    async def generate_over_two_updates() -> list[list[SampledReply]]:
+        group = asyncio.gather(*map(server.engine.generate, [request, *narrowed]))
         for version in updates:
             async with asyncio.timeout(30):  # until some of it runs, after an abort anew
                 while not group.done() and ((load := await server.engine.load()) is None or load.running < 4):
@@ -83,7 +89,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
             shares.append((await asyncio.to_thread(deliver, publisher, version)).changed_share)
         return await group
 
-    replies = server.run(generate_over_two_updates())
+    replies, *with_supports = server.run(generate_over_two_updates())
     publisher.close()
     models = {version: MODELS[version] for version in (first, *updates)}
     assert shares[0] == 1.0
@@ -94,6 +100,11 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     keeps_kv = on_update == "in_place" and not colocated
     mismatches = [check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]]
     assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
+    for other, of_other in zip(narrowed, with_supports, strict=True):
+        assert any(len(set(reply.versions.tolist())) == 3 for reply in of_other)
+        for reply in of_other:
+            check_tags(models, other.prompt.tokens, reply, TEMPERATURE, keeps_kv=keeps_kv)
+            check_supports(models, other, reply, keeps_kv=keeps_kv)
 
     # The same prompt in another group: its KV cache must be of the newest version too.
     (last,) = generate(server, dataclasses.replace(request, group_id=updates[-1], max_tokens=100))

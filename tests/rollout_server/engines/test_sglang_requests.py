@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from async_rl.base.config import (
+    AlgorithmConfig,
     Config,
     ModelConfig,
     NetworkConfig,
@@ -34,7 +35,7 @@ from tests.kit.engines.replies import request_for
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    hidden_size=96,
+    hidden_size=96, vocab_size=1000,
 )
 
 
@@ -167,6 +168,45 @@ def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     assert all((expected | full_support).items() <= sampling.items() for sampling in body["sampling_params"])
     assert body["return_logprob"] and body["extra_key"] == "training-0" and body["rid"][0] == "0.1.0."
     assert body["priority"] == primer_body(request_for(0), "0.1.", 4)["priority"] == 4
+
+
+@pytest.mark.parametrize(("rules", "top_k"), [({"top_p": 0.9}, 500), ({"min_p": 0.1, "top_k": 40}, 40)])
+def test_a_request_for_supports_has_a_finite_top_k_and_its_primer_asks_for_none(
+    rules: dict[str, float], top_k: int
+) -> None:
+    request = request_for(0, wants_support=True, **rules)
+    body = request_body(request, [OpenReply()] * 2, [2], "0.1.", 0, support_ids=500)
+    expected = {"top_p": 1.0, "min_p": 0.0, **rules, "top_k": top_k}
+    assert all(expected.items() <= sampling.items() for sampling in body["sampling_params"])
+    assert body["return_sampling_mask"] is True
+    assert "return_sampling_mask" not in primer_body(request, "0.1.", 0)
+    without = request_body(dataclasses.replace(request, wants_support=False), [OpenReply()], [2], "0.1.", 0)
+    assert "return_sampling_mask" not in without and without["return_logprob"]
+
+
+@pytest.mark.parametrize("sets", [None, [[7]], [[7, 8], [8]], [[7], [9, 7], [7]]])
+def test_a_response_without_a_set_that_each_token_is_in_is_an_error(sets: list[list[int]] | None) -> None:
+    """As from an older server, which ignores that sets are asked for."""
+    meta = {
+        "finish_reason": {"type": "length"}, "output_token_sampling_logprobs": [-1.0, -0.5],
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+    }
+    response = {"output_ids": [7, 9], "meta_info": {**meta, "output_token_sampling_mask": sets}}
+    with pytest.raises(AsyncRLError, match="drawn from"):
+        extend_reply(OpenReply(), response, 2, [2], may_abort=False, wants_support=True)
+    reply, good = OpenReply(), {**meta, "output_token_sampling_mask": [[8, 7], [9]]}
+    extend_reply(reply, {"output_ids": [7, 9], "meta_info": good}, 2, [2], may_abort=False, wants_support=True)
+    support = reply.reply().support
+    assert support is not None and (support.ids.tolist(), support.offsets.tolist()) == ([7, 8, 9], [0, 2, 3])
+    assert reply.logprobs == [-1.0, -0.5]
+
+
+def test_a_server_has_room_for_all_ids_that_a_token_may_be_drawn_from() -> None:
+    assert "sampling-mask-max-tokens" not in flags(config())
+    assert flags(config(top_p=0.9))["sampling-mask-max-tokens"] == MODEL.vocab_size
+    assert flags(config(top_p=0.9, top_k=9))["sampling-mask-max-tokens"] == 9
+    ignoring = dataclasses.replace(config(top_p=0.9), algorithm=AlgorithmConfig(support="ignore"))
+    assert "sampling-mask-max-tokens" not in flags(ignoring)
 
 
 def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:

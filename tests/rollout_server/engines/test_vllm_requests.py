@@ -51,6 +51,7 @@ def config(**rollout: Any) -> Config:
         task={"max_prompt_tokens": 100},
         rollout={"engine": "vllm", "group_size": 4, "max_response_tokens": 50, **rollout},
         learner={"prompts_per_step": 8}, eval={"num_prompts": 10, "samples_per_prompt": 2},
+        algorithm={"support": "ignore"},
     )
 
 
@@ -108,6 +109,8 @@ def test_a_model_without_an_attention_kernel_is_refused_by_name(
     ({"python": "/nowhere/python"}, r"rollout\.python"),
     ({"temperature": 3.0}, r"rollout\.temperature "),
     ({"top_p": 0.9}, r"rollout\.top_p "),  # its sampler for GPUs filters the logits before it takes logprobs
+    ({"top_k": 9}, r"rollout "),
+    ({"min_p": 0.1}, r"rollout "),
     ({"engine": "hf", "python": "/usr/bin/python3"}, r"rollout\.python "),
 ])
 def test_what_vllm_can_not_do_is_refused_before_the_start(

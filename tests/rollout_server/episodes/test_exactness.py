@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from async_rl.base.config import Sampling
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.types import Prompt
 from learner.models.tiny_model import TINY_MODELS
@@ -27,7 +28,7 @@ from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from rollout_server.episodes.multi_turn import GroupSampler
 from tests.kit.configs import server_config
-from tests.kit.engines.replies import with_engine
+from tests.kit.engines.replies import of_tokens, with_engine, wrong_sets
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOLERANCE = 1e-4
@@ -80,17 +81,20 @@ def save_models(folder: Path, family: str) -> list[PreTrainedModel]:
     return models
 
 
-def group_request(n: int, tokens: tuple[int, ...] = (1,)) -> GenerationRequest:
+def group_request(n: int, tokens: tuple[int, ...] = (1,), **narrowing: Any) -> GenerationRequest:
     prompt = Prompt(index=3, tokens=np.array(tokens, np.int32), text="", question=None)
     return GenerationRequest(
-        group_id=5, prompt=prompt, start_version=0, seed=7, n=n, max_tokens=LIMITS.max_reply_tokens, temperature=0.9
+        group_id=5, prompt=prompt, start_version=0, seed=7, n=n, max_tokens=LIMITS.max_reply_tokens, temperature=0.9,
+        **narrowing,
     )
 
 
-async def play_group(engine: Engine, family: str, n: int, turn_ended: Callable[[], Awaitable[None]]) -> list[Episode]:
+async def play_group(
+    engine: Engine, family: str, n: int, turn_ended: Callable[[], Awaitable[None]], **narrowing: Any
+) -> list[Episode]:
     tokenizer, ends = tokenizer_of(family), end_tokens(family)
     renderer, reader = TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None)
-    sampler = GroupSampler(engine.generate, group_request(n))
+    sampler = GroupSampler(engine.generate, group_request(n, **narrowing))
     runner = EnvRunner(EpisodeLimits(tool_s=30, turn_s=30, episode_s=120), 64)
 
     async def play(sample: int) -> Episode:
@@ -102,8 +106,10 @@ async def play_group(engine: Engine, family: str, n: int, turn_ended: Callable[[
     return list(await asyncio.gather(*map(play, range(n))))
 
 
-def check(episodes: list[Episode], models: list[PreTrainedModel]) -> set[int]:
-    """Assert that all behaviour logprobs can be recomputed; return the versions that sampled tokens."""
+def check(episodes: list[Episode], models: list[PreTrainedModel], sampling: Sampling) -> set[int]:
+    """Assert that all behaviour logprobs, and the supports if tokens were left out, can be recomputed; return the
+    versions that sampled tokens.
+    """
     seen = set()
     for episode in episodes:
         assert episode.end == "done" and episode.metrics["turns"] == NUM_TURNS, episode.error
@@ -114,13 +120,22 @@ def check(episodes: list[Episode], models: list[PreTrainedModel]) -> set[int]:
         for position in np.flatnonzero(row.mask).tolist():
             version = int(row.versions[position])
             seen.add(version)
-            expected = fresh[version][position - 1, row.tokens[position]].item()
-            assert abs(row.logprobs[position] - expected) < TOLERANCE
+            whole, token = fresh[version][position - 1 : position], row.tokens[position : position + 1]
+            own = row.support and row.support.cut(position, position + 1)
+            assert abs(row.logprobs[position] - of_tokens(whole, token, own).item()) < TOLERANCE
+            assert own is None or wrong_sets(whole, own, sampling) == []
+        assert (row.support is not None) == sampling.narrows
+        if row.support is not None:
+            assert ((row.support.sizes > 0) == row.mask).all()
     return seen
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3_2"])
-def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "narrowing"), [
+    ("qwen3", {}), ("llama3_2", {}), ("qwen3", {"top_p": 0.9, "wants_support": True}),
+])
+def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(
+    family: str, narrowing: dict[str, Any], tmp_path: Path
+) -> None:
     models = save_models(tmp_path, family)
     state = {name: tensor.clone() for name, tensor in models[1].state_dict().items()}
 
@@ -135,10 +150,10 @@ def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(family: str, t
                 await engine.load_weights(state, 1)
                 engine.resume()
 
-        return await play_group(engine, family, 6, turn_ended)
+        return await play_group(engine, family, 6, turn_ended, **narrowing)
 
     episodes = with_engine(server_config("hf", tmp_path / "0"), play)
-    assert check(episodes, models) == {0, 1}
+    assert check(episodes, models, group_request(1, **narrowing).sampling) == {0, 1}
 
 
 def test_replies_of_other_episodes_and_turns_have_other_random_numbers() -> None:

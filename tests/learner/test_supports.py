@@ -1,0 +1,85 @@
+"""Tokens that were drawn from a part of the vocabulary have a ratio of 1 at equal weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.base.types import Batch, Row
+from learner.algorithms.advantages import batch_advantages
+from learner.loop.updater import Updater
+from rollout_server.engines.base import GenerationRequest, SampledReply
+from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
+from tests.kit.configs import learner_config
+from tests.kit.engines.replies import SUPPORT_TOLERANCE, request_for
+from tests.kit.groups import batch_of, make_group
+from tests.kit.models import VOCAB, load_model
+
+RULES: list[dict[str, float]] = [{"top_p": 0.8}, {"top_k": 12}, {"min_p": 0.2}]
+
+
+def sampled(model: Path, *, wants_support: bool, **rules: float) -> Batch:
+    """A batch of answers by the model, sampled by the hf engine."""
+    lm = load_model(model)
+    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 9, "wants_support": wants_support, **rules}
+    requests = [OpenRequest(in_vocabulary(request_for(index, **asked))) for index in range(3)]
+    with torch.inference_mode():
+        decoding = DecodingBatch(lm, frozenset([2]))
+        decoding.add(requests, 0)
+        while len(decoding):
+            decoding.step(0)
+    return batch_of(*(
+        make_group(index, each.request.prompt.tokens, rows_of(each.replies), temperature=0.8)
+        for index, each in enumerate(requests)
+    ))
+
+
+def in_vocabulary(request: GenerationRequest) -> GenerationRequest:
+    prompt = request.prompt
+    return dataclasses.replace(request, prompt=dataclasses.replace(prompt, tokens=prompt.tokens % VOCAB))
+
+
+def rows_of(replies: Sequence[SampledReply]) -> list[Row]:
+    return [
+        Row(
+            tokens=reply.tokens, logprobs=reply.logprobs, versions=reply.versions,
+            mask=np.ones(len(reply.tokens), np.bool_), reward=float(number), finish_reason=reply.finish_reason,
+            support=reply.support,
+        )
+        for number, reply in enumerate(replies)
+    ]
+
+
+def log_ratios(model: Path, batch: Batch) -> torch.Tensor:
+    """Learner less behaviour logprob of each trained token."""
+    config = learner_config(model)
+    updater = Updater(config, torch.device("cpu"))
+    packed = updater.pack(batch, batch_advantages(config, batch))
+    with torch.no_grad():
+        return torch.cat([
+            (updater.policy(micro.inputs)[0] - micro.response.behaviour)[micro.response.trained]
+            for part in packed for micro in part.micro_batches
+        ])
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_at_equal_weights_every_ratio_is_1_over_the_supports_and_below_without(
+    rules: dict[str, float], tiny_model_path: Path, one_rank: None
+) -> None:
+    replayed = log_ratios(tiny_model_path, sampled(tiny_model_path, wants_support=True, **rules))
+    assert replayed.abs().max() < SUPPORT_TOLERANCE
+    assert float(replayed.exp().mean()) == pytest.approx(1, abs=1e-5)
+    narrowed = sampled(tiny_model_path, wants_support=True, **rules)
+    whole = dataclasses.replace(narrowed, groups=tuple(
+        dataclasses.replace(group, rows=tuple(dataclasses.replace(row, support=None) for row in group.rows))
+        for group in narrowed.groups
+    ))
+    kept = log_ratios(tiny_model_path, whole).exp()  # the mass of the ids that each token was drawn from
+    assert float(kept.max()) < 1 + 1e-5 and float(kept.mean()) < 0.99
+

@@ -1,6 +1,6 @@
 """Proves and prices the supports of tokens: with rollout.top_p, top_k or min_p, the ids that each token was drawn from.
 
-    python -m benchmarks.exact_policy 1m --engines sglang,hf --tokens 50000
+    python -m benchmarks.exact_policy tiny --engines sglang,hf --tokens 50000
     python -m benchmarks.exact_policy models/SmolLM2-135M-Instruct --tokens 6000 --temperatures 0.6,1
 
 For each engine, temperature and rule an engine answers the same prompts in turns with supports and without. Then
@@ -50,6 +50,7 @@ from learner.loop.updater import Updater
 from rollout_server.engines.base import Engine, GenerationRequest, SampledReply, open_engine
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.engines.replies import SUPPORT_TOLERANCE, distributions, of_tokens, wrong_sets
+from tests.kit.models import save_sharp_model
 
 RESULTS = Path(__file__).parent / "results" / "exact_policy"
 RULES = ("top_p=0.8", "top_p=0.9", "top_p=0.95", "top_k=20", "min_p=0.05")
@@ -194,7 +195,10 @@ def table(cells: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help=f"a Hugging Face folder, or the size of a random model: {', '.join(SIZES)}")
+    parser.add_argument("model", help=(
+        "a Hugging Face folder, the size of a random model, all of whose tokens are about as probable: "
+        f"{', '.join(SIZES)}; or tiny, a random model that is sure of its tokens, as the tests have it"
+    ))
     parser.add_argument("--engines", default="sglang,hf")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--temperatures", default="1")
@@ -211,6 +215,8 @@ def main() -> None:
         if arguments.model in SIZES:
             model = Path(folder) / "model"
             save_random_model(arguments.model, model)
+        elif arguments.model == "tiny":
+            model = save_sharp_model(Path(folder))
         for engine in arguments.engines.split(","):
             for temperature in map(float, arguments.temperatures.split(",")):
                 for rule in arguments.rules.split(","):
@@ -223,7 +229,7 @@ def main() -> None:
                     task = open_task(config, load_tokenizer(model))
                     answered, speeds = asyncio.run(answer(config, task, arguments.tokens, arguments.rounds))
                     cells.append({
-                        "model": arguments.model if arguments.model in SIZES else model.name, "engine": engine,
+                        "model": Path(arguments.model).name, "engine": engine,
                         "temperature": temperature, "rule": rule, "load": round(os.getloadavg()[0], 1),
                         **proof(model, answered), **sizes(answered), "speeds": speeds,
                         "step_s": step_seconds(config, answered, arguments.rounds),

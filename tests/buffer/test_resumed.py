@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, WireError
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.types import Slot
+from async_rl.base.types import Group, Slot, Support
 from async_rl.tools.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal import FILE_NAME, Journal
@@ -25,7 +26,7 @@ from tests.kit.buffer.clients import TIMEOUTS, ask, learner_at, with_worker
 from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed, opened_run
-from tests.kit.groups import make_group, make_row
+from tests.kit.groups import assert_same, make_group, make_row
 from tests.kit.runs import make_checkpoint, training_state
 
 
@@ -157,10 +158,21 @@ def test_arrived_groups_that_a_resume_drops_are_shown_and_exported(
     }
 
 
-def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_again(tmp_path: Path) -> None:
-    again = changed(
-        run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), algorithm={"advantage": "remax"}
-    )
+def with_support(group: Group) -> Group:
+    """The group, each of whose tokens was drawn from itself alone."""
+    rows = (dataclasses.replace(row, support=Support.of([[token] for token in row.tokens])) for row in group.rows)
+    return dataclasses.replace(group, rows=tuple(rows))
+
+
+@pytest.mark.parametrize(("sections", "lacking", "complete"), [
+    ({"algorithm": {"advantage": "remax"}}, "baseline_reward",
+     lambda slot: make_group(slot, baseline_reward=0.5)),
+    ({"rollout": {"top_p": 0.9}}, "support", lambda slot: with_support(make_group(slot))),
+], ids=["remax", "supports"])
+def test_groups_from_before_a_resume_that_lack_what_it_needs_are_made_again(
+    sections: dict[str, Any], lacking: str, complete: Callable[[Slot], Group], tmp_path: Path
+) -> None:
+    again = changed(run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), **sections)
     with opened_run(again) as resumed, serving(resumed) as server:
         counters = server.counters()
         assert (counters["buffer/depth"], counters["buffer/dropped_failed"], counters["buffer/requeued"]) == (0, 4, 4)
@@ -169,14 +181,16 @@ def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_ag
 
         async def make_again(worker: WorkerClient) -> list[int]:
             slots = await worker.admit(4)
-            with pytest.raises(WireError, match="baseline_reward: got None"):
+            with pytest.raises(WireError, match=f"{lacking}: got None"):
                 await worker.put(make_group(slots[0]))
             for slot in slots:
-                await worker.put(make_group(slot, baseline_reward=0.5))
+                await worker.put(complete(slot))
             return [slot.prompt_index for slot in slots]
 
         assert with_worker(server.address, make_again) == [2, 3, 4, 5]
-        assert [group.baseline_reward for group in learner.take(1).groups] == [0.5, 0.5]
+        for group in learner.take(1).groups:
+            slot = Slot(group_id=group.group_id, prompt_index=group.prompt_index, start_version=group.start_version)
+            assert_same(group, complete(slot))
         learner.close()
 
 

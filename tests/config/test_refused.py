@@ -56,6 +56,8 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("staleness.on_late", "staleness.on_late=mask", "weight_sync.on_update=drain"),
         ("placement.rollout.tp", "placement.rollout.tp=2", "rollout.engine=hf"),
         ("rollout.server_args", "rollout.server_args={disable_overlap_schedule: false, speculative_algorithm: EAGLE}"),
+        ("algorithm.support", "rollout.engine=vllm", "rollout.top_p=0.9"),
+        ("algorithm.support", *SMALL, "rollout.min_p=0.1"),
         ("weight_sync.on_update", "staleness.mode=exact"),
         ("staleness.depth", "staleness.depth=1.25"),
         ("staleness.depth", "staleness={max: 8, depth: 1, mode: exact}"),

@@ -17,15 +17,15 @@ import numpy.typing as npt
 
 from async_rl.base.errors import WireError
 from async_rl.base.messages.fields import Fields, refuse_element
-from async_rl.base.messages.limits import MAX_COLUMN_BYTES, VARINT_BYTES, most_support_bytes
+from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, VARINT_BYTES, most_support_bytes
 from async_rl.base.types import BoolArray, IntArray, Row, Support
 
 
 def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
     """Return the supports of a group's rows as a column; None if no row has one.
 
-    WireError: some rows have one and others have none, or one has not a set for each token of its row, or they are too
-    large for a message.
+    WireError: some rows have one and others have none, one has not a set for each token of its row, an id is none of a
+    vocabulary, or they are too large for a message.
     """
     supports = [getattr(row, name) for row in rows]
     if not any(support is not None for support in supports):
@@ -36,6 +36,9 @@ def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
             raise WireError(f"rows[{i}].{name}: {sets} sets for {len(row.tokens)} tokens")
     joined = Support.joined(supports)
     ids = joined.ids.astype(np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < MAX_VOCABULARY:
+        bad = int(ids.max() if ids.min() >= 0 else ids.min())
+        raise WireError(f"{name}: got the id {bad}, allowed 0..{MAX_VOCABULARY - 1}")
     steps = np.diff(ids, prepend=0)
     firsts = joined.offsets[:-1][joined.sizes > 0]
     steps[firsts] = ids[firsts]
@@ -70,8 +73,8 @@ def read_supports(
     sums = np.cumsum(steps)
     ids = sums - np.concatenate([[0], sums])[offsets[:-1]][owners]
     is_first = np.diff(owners, prepend=-1) > 0
-    if ((steps == 0) & ~is_first).any() or (len(ids) and ids.max() > np.iinfo(np.int32).max):
-        raise fields.refuse(name, "different ids below 2^31 for each token, ascending")
+    if ((steps == 0) & ~is_first).any() or (len(ids) and ids.max() >= MAX_VOCABULARY):
+        raise fields.refuse(name, f"different ids in 0..{MAX_VOCABULARY - 1} for each token, ascending")
     is_own = np.bincount(owners[ids == tokens[owners]], minlength=len(tokens)) > 0
     if (is_bad := mask & ~is_own).any():
         raise refuse_element(name, tokens, is_bad, lengths, "a token of the set that it was sampled from")

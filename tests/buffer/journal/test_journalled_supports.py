@@ -1,0 +1,70 @@
+"""The ids that tokens were drawn from in a real buffer and its journal: a crash, the export."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.base.errors import WireError
+from async_rl.base.types import Group, Slot, Support
+from async_rl.tools.view.journal_reader import JournalReader
+from buffer.client import WorkerClient
+from buffer.journal import FILE_NAME
+from tests.kit.buffer.clients import learner_at, run_pipeline, with_worker
+from tests.kit.buffer.journal import exported, journalled, same_port, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
+from tests.kit.groups import make_group, make_row
+
+TOP_P = {"top_p": 0.9}
+
+
+def supported(slot: Slot, rng: np.random.Generator, newest: int = -1) -> Group:
+    """A group whose tokens were drawn from random ids, which follow from its id."""
+    del newest
+    rng = np.random.default_rng(slot.group_id)
+    rows = []
+    for _ in range(2):
+        sets = [rng.choice(50_000, int(rng.integers(1, 200)), replace=False).tolist() for _ in range(4)]
+        row = make_row([each[0] for each in sets], version=slot.start_version)
+        rows.append(dataclasses.replace(row, support=Support.of(sets)))
+    return make_group(slot, rows=rows)
+
+
+def assert_supported(group: Group) -> None:
+    slot = Slot(group_id=group.group_id, prompt_index=group.prompt_index, start_version=group.start_version)
+    for found, expected in zip(group.rows, supported(slot, np.random.default_rng()).rows, strict=True):
+        assert found.support is not None and expected.support is not None
+        assert found.support.ids.tolist() == expected.support.ids.tolist()
+        assert found.support.offsets.tolist() == expected.support.offsets.tolist()
+
+
+def test_supports_survive_a_crash_of_the_buffer_and_reach_the_learner(tmp_path: Path) -> None:
+    config = journalled(tmp_path, keep_steps=-1)
+    config = changed(config, rollout=TOP_P)
+    with serving_until_a_crash(config) as server:
+        batches = run_pipeline(server, config, steps=3, workers=1, make=supported)
+    with serving(same_port(config, server)):
+        reader = JournalReader(config.run_dir / FILE_NAME)
+        arrived = select(config, "SELECT group_id FROM groups WHERE state IN ('finished', 'held', 'trained')")
+        kept = [group for (group_id,) in arrived if (group := reader.payload(group_id))]
+    assert len(kept) >= 12
+    for group in [*kept, *(group for batch in batches for group in batch.groups)]:
+        assert_supported(group)
+    assert len(exported(config)) >= 24
+
+
+def test_supports_of_a_run_that_records_none_are_refused(tmp_path: Path) -> None:
+    config = changed(journalled(tmp_path), rollout=TOP_P, algorithm={"support": "ignore"})
+    group = supported(Slot(group_id=0, prompt_index=0, start_version=0), np.random.default_rng())
+
+    async def put(worker: WorkerClient) -> None:
+        await worker.admit(1)
+        with pytest.raises(WireError, match="support: got a list of 2"):
+            await worker.put(group)
+
+    with serving(config) as server, learner_at(server):
+        with_worker(server.address, put)

@@ -394,7 +394,8 @@ def _supports(rows: Sequence[Row], device: torch.device) -> TokenSupports | None
         return None
     assert len(supports) == len(rows), "one run samples all of its groups in the same way"
     joined = Support.joined(supports)
-    return TokenSupports(_tensor(joined.ids, torch.int64, device), torch.from_numpy(joined.offsets))
+    behaviour = None if joined.logprobs is None else _tensor(joined.logprobs, torch.float32, device)
+    return TokenSupports(_tensor(joined.ids, torch.int64, device), torch.from_numpy(joined.offsets), behaviour)
 
 
 def _response_tokens(

@@ -154,6 +154,8 @@ class Support:
     """The ids of the first token, ascending, then those of the second, and so on."""
     offsets: npt.NDArray[np.int64]
     """[T + 1] Token t has the ids offsets[t]..offsets[t + 1] - 1; the first offset is 0."""
+    logprobs: FloatArray | None = None
+    """For each id its logprob among the ids of its token; None: these are not recorded."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -166,7 +168,10 @@ class Support:
     def cut(self, start: int, end: int) -> Support:
         """Return the sets of the tokens start..end - 1."""
         offsets = self.offsets[start : end + 1]
-        return Support(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+        chosen = slice(offsets[0], offsets[-1])
+        return Support(
+            self.ids[chosen], offsets - offsets[0], None if self.logprobs is None else self.logprobs[chosen]
+        )
 
     @classmethod
     def none(cls, tokens: int) -> Support:
@@ -179,16 +184,21 @@ class Support:
         return cls.of_arrays([np.unique(np.array([*each], np.int32)) for each in sets])
 
     @classmethod
-    def of_arrays(cls, sets: Sequence[IntArray]) -> Support:
-        """Return the support with these sets, one for each token, each ascending."""
+    def of_arrays(cls, sets: Sequence[IntArray], logprobs: Sequence[FloatArray] = ()) -> Support:
+        """Return the support with these sets, one for each token, each ascending; with the logprobs of each, if any."""
         sizes = [0, *map(len, sets)]
-        return cls(np.concatenate([np.zeros(0, np.int32), *sets]), np.cumsum(sizes, dtype=np.int64))
+        of_ids = np.concatenate(logprobs) if logprobs else None
+        return cls(np.concatenate([np.zeros(0, np.int32), *sets]), np.cumsum(sizes, dtype=np.int64), of_ids)
 
     @classmethod
     def joined(cls, parts: Sequence[Support]) -> Support:
         """Return the sets of all parts, one after the other."""
         sizes = np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in parts)])
-        return cls(np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]), np.cumsum(sizes))
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(
+            np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]), np.cumsum(sizes),
+            np.concatenate(logprobs) if logprobs else None,
+        )
 
 
 FINISH_REASONS = ("stop", "length", "timeout")

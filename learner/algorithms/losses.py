@@ -20,10 +20,28 @@ from async_rl.base.config.algorithm import (
     DppoKlSettings,
     DppoTvSettings,
     SatSettings,
+    ScoreCenteringSettings,
 )
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.telemetry.metrics import OverSteps
-from learner.algorithms.masked_ops import MAX_LOG_RATIO, binary_kl, bounded_exp, mean_by_row
+from learner.algorithms.masked_ops import MAX_LOG_RATIO, binary_kl, bounded_exp, mean_by_row, sum_by_row
+
+SMALLEST_TAIL = 1e-6
+"""The probability outside of a head is taken as at least this, so that the ratio of two tails is finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The most likely tokens of each distribution that a response token was drawn from: M of all N tokens together.
+
+    The sampled token may be one of them or not.
+    """
+
+    logprobs: Tensor  # [M] learner logprobs, with gradient
+    behaviour: Tensor  # [M] logprobs with which the engine would have sampled them
+    tokens: Tensor  # [M] int64 index, 0..N-1, of the response token at whose place they stand
+    are_whole: bool
+    """Each head is the whole support: its probabilities add up to 1 in both policies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,8 @@ class LossInputs:
     """Number of rows."""
     clip: ClipConfig
     """algorithm.clip of the configuration."""
+    heads: Heads | None = None
+    """Only for a loss that declares `needs_heads`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +178,34 @@ def sat_loss(x: LossInputs, settings: SatSettings) -> LossOutput:
     high = x.clip.high * torch.where(d > 0, kernel, 1.0)
     ratio = bounded_exp(log_ratio)
     return _clipped(x, ratio, ratio.clamp(1 - low, 1 + high))
+
+
+def score_centering_loss(x: LossInputs, settings: ScoreCenteringSettings) -> LossOutput:
+    """The policy gradient less its expectation over the sampler, for each token with head H:
+
+        L = -A (w log p - sum_{v in H} c_v log p_v),   w and c without gradient
+        w_v = min(p_v / q_v, cap), or 1 with cap 0
+        c_v = q_v w_v - alpha p_v,  alpha = min(1, cap rho), or rho with cap 0,  rho = (1 - sum_H q) / (1 - sum_H p)
+
+    q is the centre. The tail outside of H is taken as q_v = rho p_v; heads that are whole have none, so alpha is 0.
+    The gradient of E_q[A w log p] is E_q[A] E_q[w grad log p] plus a covariance. The first part is drift that no reward
+    has asked for, and the sum over H cancels it. `clipped` are tokens with p / q above `cap`.
+
+    Source: score centering, Marek and Ryabinin 2026, arXiv 2609.20807.
+    """
+    assert x.heads is not None
+    heads, count, cap = x.heads, len(x.logprobs), settings.cap
+    p, q = heads.logprobs.detach().exp(), heads.behaviour.exp()
+    ratio = bounded_exp(x.logprobs.detach() - x.centre)
+    weights = ratio.clamp(max=cap) if cap else torch.ones_like(ratio)
+    coefficients = torch.minimum(p, cap * q) if cap else q
+    if not heads.are_whole:
+        tails = [(1 - sum_by_row(each, heads.tokens, count)).clamp(min=SMALLEST_TAIL) for each in (q, p)]
+        rho = tails[0] / tails[1]
+        coefficients = coefficients - ((cap * rho).clamp(max=1) if cap else rho)[heads.tokens] * p
+    expected = sum_by_row(coefficients * heads.logprobs, heads.tokens, count)
+    clipped = ratio > cap if cap else torch.zeros_like(x.trained)
+    return LossOutput(-x.advantages * (weights * x.logprobs - expected), clipped)
 
 
 def _clipped(x: LossInputs, ratio: Tensor, held: Tensor) -> LossOutput:

@@ -37,7 +37,7 @@ from learner.algorithms.diagnostics import (
     add_offpolicy,
     add_policy,
 )
-from learner.algorithms.losses import LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
+from learner.algorithms.losses import Heads, LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.parity import add_parity
 from learner.packing import MicroBatch, MiniBatch, ResponseTokens, rows_by_episode, tokens_by_episode
 
@@ -153,6 +153,7 @@ class Objective:
         logprobs: Tensor,  # [N] learner logprobs, with gradient
         entropy: Tensor,  # [N]; with gradient if there is an entropy bonus
         values: Tensor | None,  # [N] of the critic, with gradient; None: there is no critic
+        of_ids: Tensor | None = None,  # logprobs of all ids of the supports, with gradient
     ) -> MicroBatchLosses:
         """Return the losses of policy and critic for a micro-batch of `minibatch`, summed over trained tokens.
 
@@ -170,9 +171,13 @@ class Objective:
             mean, scale = minibatch.whitening
             advantages = (advantages - mean) * scale * trained
 
+        heads, supports = None, micro.inputs.supports
+        if of_ids is not None and supports is not None and supports.behaviour is not None:
+            heads = Heads(logprobs=of_ids, behaviour=supports.behaviour, tokens=supports.owners, are_whole=True)
         output = self._loss(LossInputs(
             logprobs=logprobs, centre=response.behaviour if algorithm.old_logprobs == "rollout" else proximal,
             advantages=advantages, trained=trained, rows=rows, count=count, clip=algorithm.clip,
+            heads=heads,
         ))
         check_output(output, algorithm.loss, trained)
         weights, truncated = self._weights(log_rho, advantages, response)

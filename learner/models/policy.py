@@ -24,7 +24,7 @@ from async_rl.base.run_dir.checkpoints import model_folder
 from async_rl.base.weights.checkpoint_names import to_checkpoint, write_weights
 from learner.loop.ranks import Ranks
 from learner.models.network import MASKED, Network, freeze, gathered, has_adapters, open_model, read_weights
-from learner.models.token_scores import score_tokens
+from learner.models.token_scores import score_supports, score_tokens
 from learner.packing import RECURRENT, WINDOWS, ForwardInputs, Layout, kernel_of
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class Policy(Network):
         finally:
             self.forbidden = forbidden
 
-    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, ...]:
         """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
 
-        Both are over the ids that each token was drawn from, where these are recorded.
+        Both are over the ids that each token was drawn from, where these are recorded. Where the engine's logprobs of
+        all these ids are recorded too, the third value has the learner's.
 
         Adapters have dropout only in a pass whose gradient is recorded.
         """
@@ -70,9 +71,10 @@ class Policy(Network):
         states, head = self.hidden_states(inputs), self.lm.get_output_embeddings()
         if self.sequence is None:
             forbidden = torch.tensor(self.forbidden, device=states.device) if self.forbidden else None
-            return score_tokens(
-                states, head.weight, inputs.targets, inputs.temperature, forbidden, inputs.supports
-            )
+            given = states, head.weight, inputs.targets, inputs.temperature, forbidden
+            if inputs.supports is not None and inputs.supports.behaviour is not None:
+                return score_supports(*given, inputs.supports)
+            return score_tokens(*given, inputs.supports)
         from learner.models.sequence import owners
 
         scores: tuple[Tensor, Tensor] = head(

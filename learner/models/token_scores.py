@@ -38,6 +38,8 @@ class TokenSupports:
     """int64. The ids of the first token, then those of the second, and so on; those of a token differ."""
     offsets: Tensor
     """[N + 1] int64 in CPU memory. Token i has the ids offsets[i]..offsets[i + 1] - 1."""
+    behaviour: Tensor | None = None
+    """For each id the logprob that the engine gave it, among the ids of its token; None: these are not recorded."""
 
     @property
     def sizes(self) -> Tensor:
@@ -80,7 +82,18 @@ def score_tokens(
             logprob is 0.
         supports: the ids that the distributions are over, each target among its own.
     """
-    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature, forbidden, supports)
+    scored: tuple[Tensor, ...] = _ScoreTokens.apply(states, head, targets, temperature, forbidden, supports, False)
+    return scored[0], scored[1]
+
+
+def score_supports(
+    states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None,
+    supports: TokenSupports,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `score_tokens` does, and for each id of the supports its log-probability among those of its token."""
+    scored: tuple[Tensor, Tensor, Tensor] = _ScoreTokens.apply(
+        states, head, targets, temperature, forbidden, supports, True
+    )
     return scored
 
 
@@ -141,10 +154,10 @@ class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None,
-        supports: TokenSupports | None,
-    ) -> tuple[Tensor, Tensor]:
+        supports: TokenSupports | None, scores_ids: bool,
+    ) -> tuple[Tensor, ...]:
         size = max(1, LOGITS_BYTES[head.device.type] // (4 * head.shape[0]))
-        scores, masses = [], list[Tensor]()
+        scores, masses, of_ids = [], list[Tensor](), list[Tensor]()
         for start in range(0, max(1, len(states)), size):
             part = slice(start, start + size)
             x, y, t = states[part], targets[part], temperature[part]
@@ -159,6 +172,10 @@ class _ScoreTokens(torch.autograd.Function):
                 mass, inside = _inside(logp, own)
                 chosen, entropy = chosen - mass, inside.where(own.sizes > 0, entropy)
                 masses.append(mass)
+                if scores_ids:
+                    owners = own.owners
+                    of_all = logp.view(-1).index_select(0, own.places(owners, logp.shape[1]))
+                    of_ids.append(of_all.sub_(mass.index_select(0, owners)))
             scores.append((chosen, entropy))
             del logp  # before the next chunk is made
         logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
@@ -166,10 +183,10 @@ class _ScoreTokens(torch.autograd.Function):
         ctx.supports, ctx.masses = supports, masses
         ctx.save_for_backward(states, head, targets, temperature, entropies)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return (logprobs, entropies, torch.cat(of_ids)) if scores_ids else (logprobs, entropies)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         states, head, targets, temperature, entropies = ctx.saved_tensors
         of_states = torch.empty_like(states)
         # Each chunk rounds the sum once more: forty chunks in bfloat16 would more than double the gradient's error.
@@ -181,17 +198,23 @@ class _ScoreTokens(torch.autograd.Function):
             logp = _log_softmax(states[part], head, temperature[part], ctx.forbidden) if kept is None else kept
             ctx.kept = kept = None
             # of z times the temperature: divided here they need no pass over the logits
-            of_logprobs, of_entropies = (None if grad is None else grad[part] / temperature[part] for grad in grads)
-            inside, of_whole = None, (of_logprobs, of_entropies)
+            of_logprobs, of_entropies = (None if g is None else g[part] / temperature[part] for g in grads[:2])
+            inside, of_ids, of_whole = None, None, (of_logprobs, of_entropies)
             if ctx.supports is not None:
                 own = ctx.supports.cut(start, start + len(logp))
-                mass = ctx.masses[start // ctx.size]
-                inside = grads_inside(of_logprobs, of_entropies, logp, own, mass, entropies[part])
+                mass, of_sets = ctx.masses[start // ctx.size], of_logprobs
+                if grads[2:] and grads[2] is not None:
+                    first = int(ctx.supports.offsets[start])
+                    of_ids = grads[2][first : first + len(own.ids)] / temperature[part].index_select(0, own.owners)
+                    of_sets = sum_of(of_ids, own) + (0 if of_logprobs is None else of_logprobs)
+                inside = grads_inside(of_sets, of_entropies, logp, own, mass, entropies[part])
                 of_whole = without_supports(of_logprobs, own), without_supports(of_entropies, own)
             of_logits = grad_of_logits(logp, entropies[part], *of_whole)
             del logp  # of_logits has its memory, until it is converted
             if inside is not None:
                 of_logits.view(-1).scatter_add_(0, *inside)
+            if inside is not None and of_ids is not None:
+                of_logits.view(-1).scatter_add_(0, inside[0], of_ids)
             if of_logprobs is not None:
                 of_logits.scatter_add_(1, targets[part, None], of_logprobs[:, None])
             of_logits = of_logits.to(head.dtype)
@@ -201,7 +224,7 @@ class _ScoreTokens(torch.autograd.Function):
             elif of_head is not None:
                 of_head += of_logits.T @ states[part]
             del of_logits  # before the next chunk is made
-        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None
+        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None, None
 
 
 def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:

@@ -57,6 +57,8 @@ class GenerationRequest:
     min_p: float = 0.0
     wants_support: bool = False
     """Whether the replies must have a `support`. Their logprobs are over it then."""
+    wants_support_logprobs: bool = False
+    """Whether the support must have the logprob of each of its ids."""
 
     @property
     def key(self) -> str:
@@ -66,7 +68,7 @@ class GenerationRequest:
     def greedy(self) -> GenerationRequest:
         """Return the request for greedy replies."""
         sampling = Sampling(_GREEDY_TEMPERATURE)
-        return replace(self, **sampling._asdict(), wants_support=False)
+        return replace(self, **sampling._asdict(), wants_support=False, wants_support_logprobs=False)
 
     @property
     def sampling(self) -> Sampling:

@@ -188,6 +188,8 @@ class OpenReply:
     versions: list[int] = field(default_factory=list)
     sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
     """The ids that each token was drawn from, ascending, if the request wants them."""
+    set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """The logprobs of these ids, if the request wants them too."""
     finish_reason: str = ""
     """`stop` or `length`; empty until the reply has ended."""
     sample: int = 0
@@ -197,12 +199,13 @@ class OpenReply:
         return SampledReply(
             tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
-            support=Support.of_arrays(self.sets) if self.sets else None,
+            support=Support.of_arrays(self.sets, self.set_logprobs) if self.sets else None,
         )
 
     def extend(
         self, tokens: list[int], logprobs: list[float], spans: list[dict[str, Any]] | None, end: str,
-        sets: list[list[int]] | None = None, *, max_tokens: int, end_tokens: Sequence[int], may_abort: bool,
+        sets: list[list[int]] | None = None, set_logprobs: list[list[float]] | None = None, *, max_tokens: int,
+        end_tokens: Sequence[int], may_abort: bool,
     ) -> None:
         """Append the tokens that one request has sampled, and set finish_reason if the reply has ended.
 
@@ -210,6 +213,7 @@ class OpenReply:
             spans: the server's weight_versions; see token_versions.
             end: why the request ended: `stop` (by an end token), `length`, `abort`, or anything else, an error.
             sets: the ids that each token was drawn from; None: the request does not want them.
+            set_logprobs: the logprobs of these ids; None: the request does not want them.
             max_tokens: the longest reply.
 
         Raises:
@@ -226,6 +230,11 @@ class OpenReply:
         self.versions += token_versions(spans, len(tokens)).tolist()
         if sets is not None:
             self.sets += checked_sets(tokens, sets)
+        if set_logprobs is not None:
+            orders = [np.unique(np.array(ids, np.int32), return_index=True)[1] for ids in sets or ()]
+            self.set_logprobs += [
+                np.array(values, np.float32)[order] for values, order in zip(set_logprobs, orders, strict=True)
+            ]
         if end == "stop" or (aborted and tokens and tokens[-1] in end_tokens):  # an abort can come with the last token
             self.finish_reason = "stop"
         elif end == "length" or (aborted and len(self.tokens) == max_tokens):

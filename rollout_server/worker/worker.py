@@ -203,6 +203,7 @@ class Worker(EvalWorker):
             seed=self._config.run.seed, n=self._config.rollout.group_size,
             max_tokens=self._config.rollout.max_response_tokens,
             **self._config.rollout.sampling._asdict(), wants_support=self._config.records_support,
+            wants_support_logprobs=self._config.algorithm.loss_entry.needs_heads,
         )
         try:
             episodes, baseline = await self._play(request)

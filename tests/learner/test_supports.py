@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
+from async_rl.base.config.check import SettingsError
 from async_rl.base.types import Batch, Row
 from learner.algorithms.advantages import batch_advantages
+from learner.algorithms.diagnostics import MetricAccumulator
 from learner.loop.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
@@ -24,10 +27,11 @@ from tests.kit.models import VOCAB, load_model
 RULES: list[dict[str, float]] = [{"top_p": 0.8}, {"top_k": 12}, {"min_p": 0.2}]
 
 
-def sampled(model: Path, *, wants_support: bool, **rules: float) -> Batch:
-    """A batch of answers by the model, sampled by the hf engine."""
+def sampled(model: Path, *, wants_support: bool, of_ids: bool = False, **rules: float) -> Batch:
+    """A batch of answers by the model, sampled by the hf engine; `of_ids`: with the logprobs of all ids."""
     lm = load_model(model)
-    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 9, "wants_support": wants_support, **rules}
+    wanted = {"wants_support": wants_support, "wants_support_logprobs": of_ids}
+    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 9, **wanted, **rules}
     requests = [OpenRequest(in_vocabulary(request_for(index, **asked))) for index in range(3)]
     with torch.inference_mode():
         decoding = DecodingBatch(lm, frozenset([2]))
@@ -83,3 +87,47 @@ def test_at_equal_weights_every_ratio_is_1_over_the_supports_and_below_without(
     kept = log_ratios(tiny_model_path, whole).exp()  # the mass of the ids that each token was drawn from
     assert float(kept.max()) < 1 + 1e-5 and float(kept.mean()) < 0.99
 
+
+
+def gradient(model: Path, batch: Batch, **algorithm: Any) -> torch.Tensor:
+    """The gradient of the policy's loss, of all weights together."""
+    config = learner_config(model, algorithm={"old_logprobs": "rollout", **algorithm}, rollout={"top_k": 12})
+    updater = Updater(config, torch.device("cpu"))
+    packed = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
+    (minibatch,) = updater.objective.prepare(packed)
+    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
+    grads = [parameter.grad for parameter in updater.policy.parameters()]
+    return torch.cat([grad.full_tensor().flatten() for grad in grads if isinstance(grad, DTensor)])
+
+
+def test_score_centering_is_the_policy_gradient_at_equal_weights_and_another_one_once_these_have_moved(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    """At equal weights sum_v p_v grad log p_v = 0 is all that is subtracted."""
+    batch = sampled(tiny_model_path, wants_support=True, of_ids=True, top_k=12)
+    cispo = {"loss": "cispo", "clip": {"low": 1.0, "high": 1.0}}
+    plain, centered = (gradient(tiny_model_path, batch, **each) for each in (cispo, {"loss": "score_centering"}))
+    assert plain.norm() > 0.01
+    assert (plain - centered).norm() < 1e-3 * plain.norm()
+    moved = load_model(tiny_model_path)
+    with torch.no_grad():
+        for number, parameter in enumerate(moved.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter += 0.05 * parameter.std() * noise
+    moved.save_pretrained(tmp_path / "moved")
+    plain, centered = (gradient(tmp_path / "moved", batch, **each) for each in (cispo, {"loss": "score_centering"}))
+    assert (plain - centered).norm() > 0.01 * plain.norm()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rollout"),
+    [
+        ({"old_logprobs": "rollout"}, {}), ({}, {"top_k": 12}),
+        ({"old_logprobs": "rollout", "support": "ignore"}, {"top_k": 12}),
+    ],
+)  # fmt: skip
+def test_score_centering_needs_supports_and_the_coupled_ratio(
+    algorithm: dict[str, Any], rollout: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingsError):
+        learner_config(algorithm={"loss": "score_centering", **algorithm}, rollout=rollout)

@@ -37,6 +37,20 @@ def two_rows(*, sets: Sequence[Sequence[int]] = ((9, 4, 300), (), (70_000,))) ->
     return make_group(1, rows=[row_of([4, 5, 70_000], sets), row_of([2], [[2, 1]])])
 
 
+def with_logprobs(group: Group, logprobs: Sequence[Sequence[float]]) -> Group:
+    """The group, with the logprobs of the ids of each of its rows."""
+    rows = [
+        dataclasses.replace(row, support=dataclasses.replace(row.support, logprobs=np.array(values, np.float32)))
+        for row, values in zip(group.rows, logprobs, strict=True)
+        if row.support is not None
+    ]
+    return dataclasses.replace(group, rows=tuple(rows))
+
+
+SHARES = [[*np.log([0.25, 0.5, 0.25]), 0.0], [*np.log([0.001, 0.999])]]
+"""Logprobs of the ids of `two_rows`."""
+
+
 def leb128(values: Sequence[int]) -> bytes:
     """Encode numbers one by one, as the standard of DWARF describes it."""
     data = bytearray()
@@ -174,3 +188,29 @@ def test_supports_may_be_larger_than_all_else_in_a_group() -> None:
     data = encode_group(make_group(1, rows=rows))
     group = decode_group(data, dataclasses.replace(LIMITS, max_support_ids=1500))
     assert group.rows[1].support is not None and group.rows[1].support.ids.tolist() == sets[0] * 64
+
+
+def test_logprobs_of_ids_survive_a_message_to_a_65536th_of_a_nat() -> None:
+    sent = with_logprobs(two_rows(), SHARES)
+    for limits in (LIMITS, dataclasses.replace(LIMITS, needs_support_logprobs=True)):
+        supports = [row.support for row in check_group(encode_group(sent), limits).group().rows]
+        for support, values in zip(supports, SHARES, strict=True):
+            assert support is not None and support.logprobs is not None and support.logprobs.dtype == np.float32
+            np.testing.assert_allclose(support.logprobs, values, atol=2**-16)
+        first, second = supports
+        assert first is not None and second is not None and second.ids.tolist() == [1, 2]
+        part = first.cut(1, 3)
+        assert part.logprobs is not None and (part.logprobs.tolist(), part.ids.tolist()) == ([0.0], [70_000])
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (encode_group(two_rows()), "logprob of each id"),
+        (encode_group(with_logprobs(two_rows(), [[*np.log([0.25, 0.25, 0.25]), 0.0], SHARES[1]])), "add up to 1"),
+        (with_column(leb128([*GOOD, 0, 0])), "logprob of each id"),
+    ],
+)
+def test_a_loss_that_reads_logprobs_of_ids_gets_them_whole(message: bytes, expected: str) -> None:
+    with pytest.raises(WireError, match=expected):
+        check_group(message, dataclasses.replace(LIMITS, needs_support_logprobs=True))

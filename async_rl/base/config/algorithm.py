@@ -80,6 +80,15 @@ class SatSettings:
     """Clipping is tighter for the tokens of a micro-batch whose |log ratio| is above this quantile."""
 
 
+@section("algorithm.params")
+class ScoreCenteringSettings:
+    """The settings of the loss score_centering."""
+
+    cap: Annotated[Unbounded, Field(ge=0)] = 2.0
+    """The largest importance weight, of the sampled token and of those that center it; .inf: no cap. 0: all weights
+    are 1."""
+
+
 @section("algorithm.correction.masks")
 class MasksConfig:
     """Rules that leave tokens and rows out of the loss because they are too far off-policy. Any number of them can
@@ -192,7 +201,7 @@ class AlgorithmConfig:
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that the chosen loss, advantage and correction declare. dppo_tv has tv and tv_pull, dppo_kl
-    has kl, sat has quantile."""
+    has kl, sat has quantile, score_centering has cap."""
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0
@@ -343,6 +352,10 @@ class AlgorithmConfig:
         )
 
     def _check_loss(self) -> None:
+        check(
+            not self.loss_entry.needs_heads or self.old_logprobs == "rollout", "algorithm.old_logprobs",
+            self.old_logprobs, f"rollout with algorithm.loss {self.loss}", "Its weights are ratios to the sampler.",
+        )
         entry, one_ratio = self.loss_entry, self.loss_entry.needs_row_advantage
         others = ", ".join(name for name, each in LOSSES.items() if not each.needs_row_advantage)
         check(

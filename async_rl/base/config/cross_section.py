@@ -385,6 +385,16 @@ def _check_engine(config: Config) -> None:
         f"It does not say which tokens these keep. Or sample from all: top_p 1, top_k 0, min_p 0. "
         f"{_engines_with(lambda e: e.records_support)}",
     )
+    check(
+        not config.algorithm.loss_entry.needs_heads or config.records_support, "algorithm.loss", config.algorithm.loss,
+        "another one where tokens are sampled from the whole vocabulary, or with algorithm.support ignore",
+        "It reads the logprobs of all ids that a token was drawn from. Set rollout.top_k: 128, say.",
+    )
+    check(
+        not config.algorithm.loss_entry.needs_heads or config.learner.sequence_parallel == 1, "algorithm.loss",
+        config.algorithm.loss, "another one with learner.sequence_parallel above 1",
+        "Ranks that split a head do not know the logprobs of all ids.",
+    )
     taken = [name for name in rollout.server_args if name.replace("_", "-") in entry.sets_flags]
     check(
         not taken, "rollout.server_args", rollout.server_args, f"without {', '.join(entry.sets_flags)} {with_engine}",

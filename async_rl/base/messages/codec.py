@@ -206,7 +206,9 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     newest_version = _check_versions(rows["versions"], facts.start_version, lengths, ends)
     trained_tokens = _check_mask(rows["mask"], rows["logprobs"], lengths, ends)
     for name in _TOKEN_SETS:
-        rows[name] = read_supports(fields, name, rows["tokens"], rows["mask"], lengths, limits.max_support_ids)
+        rows[name] = read_supports(
+            fields, name, rows["tokens"], rows["mask"], lengths, limits.max_support_ids, limits.needs_support_logprobs
+        )
         if limits.needs_support and rows[name] is None:
             raise fields.refuse(name, "the ids that each token was drawn from: rollout.top_p, top_k or min_p is set")
     if not len(facts.prompt_tokens):

@@ -51,8 +51,8 @@ def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
 
 
 def most_support_bytes(tokens: int, max_ids: int) -> int:
-    """Return the most bytes of the supports of so many tokens before compression."""
-    return min(tokens * VARINT_BYTES * (1 + max_ids), MAX_COLUMN_BYTES)
+    """Return the most bytes of the supports of so many tokens before compression, with a logprob of each id."""
+    return min(tokens * VARINT_BYTES * (1 + 2 * max_ids), MAX_COLUMN_BYTES)
 
 
 _GROUP_BYTES = 4096 + _most_bytes_of(GroupFacts, Scalar)
@@ -79,6 +79,8 @@ class Limits:
     """Whether a group must have the reward of a greedy answer: one from before a resume may have none."""
     needs_support: bool = False
     """Whether a group must have the ids that each token was drawn from: one from before a resume may have none."""
+    needs_support_logprobs: bool = False
+    """Whether each of these ids must have its logprob."""
     max_support_ids: int = 0
     """The most ids that a token was drawn from; 0: a group may have no supports."""
 
@@ -93,6 +95,7 @@ class Limits:
             max_response_tokens=config.longest_response_tokens,
             needs_baseline=config.algorithm.advantage_entry.needs_greedy_baseline,
             needs_support=config.records_support,
+            needs_support_logprobs=config.algorithm.loss_entry.needs_heads,
             max_support_ids=(config.rollout.top_k or MAX_VOCABULARY) if config.records_support else 0,
         )
 

@@ -2,7 +2,8 @@
 
     column     [number of bytes before compression, zstd frame]; None if no row of the group has the field
     Support    a size for each token, then for each id its difference to the one before it in its set (the first: to 0);
-               both as varints (LEB128: seven bits a byte, the lowest first, the eighth bit set where more follow)
+               then, if they are recorded, for each id -logprob in steps of 2^-16 nats; all as varints (LEB128: seven
+               bits a byte, the lowest first, the eighth bit set where more follow)
 
 Reading one never takes more memory than its limit: the size comes first, and zstd writes no byte beyond it.
 """
@@ -19,6 +20,13 @@ from async_rl.base.errors import WireError
 from async_rl.base.messages.fields import Fields, refuse_element
 from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, VARINT_BYTES, most_support_bytes
 from async_rl.base.types import BoolArray, IntArray, Row, Support
+
+PER_NAT = 2**16
+"""Steps a nat in which logprobs of ids are rounded."""
+LARGEST_SURPRISE = 4095.0
+"""The largest -logprob that a varint has; a probability of e^-4095 is 0."""
+MASS_ERROR = 1e-3
+"""The most by which the probabilities of a support may miss 1."""
 
 
 def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
@@ -42,11 +50,16 @@ def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
     steps = np.diff(ids, prepend=0)
     firsts = joined.offsets[:-1][joined.sizes > 0]
     steps[firsts] = ids[firsts]
-    return compress(name, to_varints(np.concatenate([joined.sizes, steps])))
+    numbers = [joined.sizes, steps]
+    if joined.logprobs is not None:
+        surprises = np.clip(-joined.logprobs.astype(np.float64), 0, LARGEST_SURPRISE)
+        numbers.append(np.rint(surprises * PER_NAT).astype(np.int64))
+    return compress(name, to_varints(np.concatenate(numbers)))
 
 
 def read_supports(
-    fields: Fields, name: str, tokens: IntArray, mask: BoolArray, lengths: Sequence[int], max_ids: int
+    fields: Fields, name: str, tokens: IntArray, mask: BoolArray, lengths: Sequence[int], max_ids: int,
+    needs_logprobs: bool = False,
 ) -> Support | None:
     """Read the column of `pack_supports`: the sets of all rows, one after the other; None if the group has none.
 
@@ -55,6 +68,7 @@ def read_supports(
 
     Args:
         max_ids: 0: the group may have no supports.
+        needs_logprobs: the ids must have logprobs, those of a token of probabilities that add up to 1.
     """
     if fields.value(name) is None:
         return None
@@ -62,6 +76,10 @@ def read_supports(
         raise fields.refuse(name, "None: nothing narrows what this run samples, or algorithm.support is ignore")
     numbers = from_varints(fields, name, decompress(fields, name, most_support_bytes(len(tokens), max_ids)))
     sizes, steps = np.split(numbers, [len(tokens)])
+    has_logprobs = len(steps) > 0 and 2 * int(sizes.sum()) == len(steps)
+    if needs_logprobs and not has_logprobs:
+        raise fields.refuse(name, "a logprob of each id: algorithm.loss reads them", len(numbers))
+    steps, surprises = np.split(steps, [len(steps) // 2]) if has_logprobs else (steps, steps[:0])
     if len(sizes) < len(tokens) or int(sizes.sum()) != len(steps):
         raise fields.refuse(name, f"a size for each of {len(tokens)} tokens, and so many ids", len(numbers))
     if (is_bad := (sizes > max_ids) | ((sizes > 0) != mask)).any():
@@ -78,7 +96,13 @@ def read_supports(
     is_own = np.bincount(owners[ids == tokens[owners]], minlength=len(tokens)) > 0
     if (is_bad := mask & ~is_own).any():
         raise refuse_element(name, tokens, is_bad, lengths, "a token of the set that it was sampled from")
-    return Support(ids.astype(np.int32), offsets)
+    logprobs = None
+    if has_logprobs:
+        logprobs = (-surprises / PER_NAT).astype(np.float32)
+        mass = np.bincount(owners, np.exp(logprobs), minlength=len(tokens))
+        if (is_bad := mask & (np.abs(mass - 1) > MASS_ERROR)).any():
+            raise refuse_element(name, mass, is_bad, lengths, "probabilities that add up to 1")
+    return Support(ids.astype(np.int32), offsets, logprobs)
 
 
 def compress(name: str, data: bytes) -> list[Any]:

@@ -67,6 +67,9 @@ class Loss:
     """A loss of the policy. `function` maps LossInputs to LossOutput, which learner/algorithms/losses.py describes."""
 
     function: Code
+    needs_heads: bool = False
+    """The loss reads `LossInputs.heads`: the logprobs of all ids that each token was drawn from, the sampler's too. So
+    rollout.top_p, top_k or min_p must leave tokens out, and algorithm.old_logprobs be rollout."""
     needs_row_advantage: bool = False
     """All tokens of a row must have one advantage: no critic, no discount, no penalty on single tokens, and no returns
     of an environment's episodes, whose turns have rewards of their own."""
@@ -126,6 +129,10 @@ LOSSES: dict[str, Loss] = {
     ),
     "dppo_kl": Loss(
         function=f"{_LOSSES}:dppo_kl_loss", settings="async_rl.base.config.algorithm:DppoKlSettings"
+    ),
+    "score_centering": Loss(
+        function=f"{_LOSSES}:score_centering_loss", needs_heads=True,
+        settings="async_rl.base.config.algorithm:ScoreCenteringSettings",
     ),
     "sat": Loss(function=f"{_LOSSES}:sat_loss", settings="async_rl.base.config.algorithm:SatSettings"),
 }

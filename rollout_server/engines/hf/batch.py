@@ -110,6 +110,8 @@ class _OpenReply:
     versions: list[int] = field(default_factory=list)
     sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
     """The ids that each token was drawn from, if the request wants them."""
+    set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """The logprobs of these ids, if the request wants them too."""
     done: bool = False
 
     @property
@@ -233,13 +235,16 @@ class DecodingBatch:
         logits = logits.index_fill(1, self._forbidden, -torch.inf) if len(self._forbidden) else logits
         tokens, logprobs, kept = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
         is_recorded = any(row.group.request.wants_support for row in rows)
-        sets = token_sets(kept) if is_recorded else [np.zeros(0, np.int32)] * len(rows)
+        nothing = [(np.zeros(0, np.int32), np.zeros(0, np.float32))] * len(rows)
+        sets = token_sets(kept) if is_recorded else nothing
         complete = []
-        for row, token, logprob, ids in zip(rows, tokens.tolist(), logprobs.tolist(), sets, strict=True):
+        for row, token, logprob, (ids, of_ids) in zip(rows, tokens.tolist(), logprobs.tolist(), sets, strict=True):
             if row.done:
                 continue
             if row.group.request.wants_support:
                 row.sets.append(ids)
+            if row.group.request.wants_support_logprobs:
+                row.set_logprobs.append(of_ids)
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
@@ -336,7 +341,7 @@ def _sampled_reply(row: _OpenReply, finish_reason: str) -> SampledReply:
         logprobs=np.array(row.logprobs, dtype=np.float32),
         versions=np.array(row.versions, dtype=np.int32),
         finish_reason=finish_reason,
-        support=Support.of_arrays(row.sets) if row.sets else None,
+        support=Support.of_arrays(row.sets, row.set_logprobs) if row.sets else None,
     )
 
 
@@ -359,7 +364,8 @@ def sample_tokens(
     narrowing: Narrowing | None,  # None: from the whole vocabulary
     uniform: Tensor,  # [B, 1] float64 in [0, 1)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token per row; return the tokens [B], their logprobs [B], and which tokens each was drawn from [B, V].
+    """Sample one token per row; return the tokens [B], their logprobs [B], and the logprobs of the tokens that each was
+    drawn from, -inf for the others [B, V].
 
     The token is the one whose interval of the cumulative distribution contains `uniform`. The logprob comes from
     log_softmax(logits / temperature); where the row's tokens are recorded it is over these tokens alone.
@@ -368,16 +374,15 @@ def sample_tokens(
     probabilities = logprobs.exp()
     if narrowing is not None:
         probabilities = _narrowed(probabilities, narrowing)
-    kept = probabilities > 0
+    narrowed = logprobs.masked_fill(probabilities <= 0, -torch.inf)
     if narrowing is not None:
-        narrowed = logprobs.masked_fill(~kept, -torch.inf)
         narrowed -= narrowed.logsumexp(dim=-1, keepdim=True)
         logprobs = torch.where(narrowing.is_recorded, narrowed, logprobs)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     below = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))  # rounding may lift it
     tokens = torch.searchsorted(cumulative, below, right=True)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), kept
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), narrowed
 
 
 def _narrowed(
@@ -398,9 +403,10 @@ def _narrowed(
 
 
 def token_sets(
-    kept: Tensor,  # [B, V] bool
-) -> list[npt.NDArray[np.int32]]:
-    """Return for each row the ids that it keeps, ascending."""
-    rows, ids = kept.nonzero(as_tuple=True)
-    sizes = torch.bincount(rows, minlength=len(kept)).cpu().numpy()
-    return np.split(ids.to("cpu", torch.int32).numpy(), np.cumsum(sizes)[:-1])
+    kept: Tensor,  # [B, V] logprobs, -inf for tokens that are left out
+) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    """Return for each row the ids that it keeps, ascending, and their logprobs."""
+    rows, ids = (kept > -torch.inf).nonzero(as_tuple=True)
+    ends = np.cumsum(torch.bincount(rows, minlength=len(kept)).cpu().numpy())[:-1]
+    logprobs = kept[rows, ids].to("cpu", torch.float32).numpy()
+    return [*zip(np.split(ids.to("cpu", torch.int32).numpy(), ends), np.split(logprobs, ends), strict=True)]

@@ -68,7 +68,7 @@ class SGLangEngine(HttpEngine):
         for reply, response in zip(replies, responses, strict=True):
             extend_reply(
                 reply, response, request.max_tokens, self.end_tokens, stop, may_abort=self.resubmits,
-                wants_support=request.wants_support,
+                wants_support=request.wants_support, wants_support_logprobs=request.wants_support_logprobs,
             )
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
@@ -190,13 +190,14 @@ def request_body(
             for reply in replies
         ],
         **({"return_sampling_mask": True} if request.wants_support else {"return_logprob": True}),
+        **({"sampling_logprobs_mode": "support"} if request.wants_support_logprobs else {}),
         "extra_key": cache_key(request), "priority": priority,
     }
 
 
 def extend_reply(
     reply: OpenReply, response: dict[str, Any], max_tokens: int, end_tokens: list[int], stop: Sequence[str] = (), *,
-    may_abort: bool, wants_support: bool = False,
+    may_abort: bool, wants_support: bool = False, wants_support_logprobs: bool = False,
 ) -> None:
     """Append the tokens of the server's response to `reply`, and set its finish_reason if it has ended.
 
@@ -210,7 +211,14 @@ def extend_reply(
         logprobs, sets = meta.get("output_token_sampling_logprobs") or [], meta.get("output_token_sampling_mask") or []
     else:
         logprobs, sets = [entry[0] for entry in meta.get("output_token_logprobs") or ()], None
+    of_ids = None
+    if wants_support_logprobs:  # then they are those of all ids
+        of_ids = logprobs
+        logprobs = [
+            values[ids.index(token)] if token in ids and len(values) == len(ids) else None
+            for token, ids, values in zip(response["output_ids"], sets or (), of_ids, strict=False)
+        ]
     reply.extend(
-        response["output_ids"], logprobs, meta.get("weight_versions"), str(finish) if failed else finish["type"], sets,
-        max_tokens=max_tokens, end_tokens=end_tokens, may_abort=may_abort,
+        response["output_ids"], logprobs, meta.get("weight_versions"), str(finish) if failed else finish["type"],
+        sets, of_ids, max_tokens=max_tokens, end_tokens=end_tokens, may_abort=may_abort,
     )

@@ -18,8 +18,10 @@ from async_rl.base.config.algorithm import (
     DppoKlSettings,
     DppoTvSettings,
     SatSettings,
+    ScoreCenteringSettings,
 )
 from learner.algorithms.losses import (
+    Heads,
     LossInputs,
     cispo_loss,
     dppo_kl_loss,
@@ -30,6 +32,7 @@ from learner.algorithms.losses import (
     kl_k3,
     ppo_clip_loss,
     sat_loss,
+    score_centering_loss,
     value_loss,
 )
 from learner.algorithms.masked_ops import binary_kl
@@ -48,7 +51,7 @@ def close(got: Tensor, expected: Any) -> None:
 def inputs(logprobs: Tensor, centre: Tensor, advantages: Tensor, **given: Any) -> LossInputs:
     """Inputs of a loss, by default all trained and of one row; other keys are those of the clip."""
     n = len(logprobs)
-    own = {key: given.pop(key) for key in ("trained", "rows", "count") if key in given}
+    own = {key: given.pop(key) for key in ("trained", "rows", "count", "heads") if key in given}
     defaults = {"trained": torch.ones(n).bool(), "rows": torch.zeros(n, dtype=torch.int64), "count": 1}
     return LossInputs(
         logprobs=logprobs, centre=centre, advantages=advantages, clip=ClipConfig(**given),
@@ -189,6 +192,76 @@ def test_sat_never_lets_a_token_move_further_than_ppo(tokens: list[tuple[float, 
     ppo, sat = ppo_clip_loss(x), sat_loss(x, SatSettings())
     assert (sat.loss >= ppo.loss - 1e-12).all()
     assert (sat.clipped | ~ppo.clipped).all()
+
+
+def centered(
+    logits: Tensor, q: Tensor, head: Tensor, cap: float, *, are_whole: bool
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return (expected gradient [V] of the logits under an advantage of 1, the loss of the advantages [V]).
+
+    Each of the V tokens is sampled once, with the logits [V] and the sampler's probabilities q [V]; head holds ids.
+    """
+    count = len(q)
+
+    def loss(advantages: Tensor) -> Tensor:
+        logprobs = logits.log_softmax(0)
+        heads = Heads(
+            logprobs=logprobs[head].repeat(count), behaviour=q[head].log().repeat(count),
+            tokens=torch.arange(count).repeat_interleave(len(head)), are_whole=are_whole,
+        )
+        x = inputs(logprobs, q.log(), advantages, heads=heads)
+        return score_centering_loss(x, ScoreCenteringSettings(cap=cap)).loss.sum()
+
+    (gradient,) = torch.autograd.grad(loss(q), logits)  # E_q of a loss that is linear in A
+    return gradient, loss
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0, math.inf])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_constant_advantage_has_no_expected_gradient_once_scores_are_centered(cap: float, seed: int) -> None:
+    """It has none if the head is the whole support, or if the sampler's tail is proportional to the learner's."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(12, generator=generator, dtype=torch.float64).requires_grad_()
+    q = torch.randn(12, generator=generator, dtype=torch.float64).mul(1.5).softmax(0)
+    order = q.argsort(descending=True)
+    p = logits.detach().softmax(0)
+    weights = {0.0: torch.ones_like(p)}.get(cap, (p / q).clamp(max=cap or 1))
+    (plain,) = torch.autograd.grad(-(q * weights * logits.log_softmax(0)).sum(), logits)
+    assert plain.norm() > 0.01 or cap == math.inf  # whole importance weights have no drift
+    whole, _ = centered(logits, q, order, cap, are_whole=True)
+    assert whole.norm() < 1e-12
+    any_tail, _ = centered(logits, q, order[:4], cap, are_whole=False)
+    in_proportion = q.clone()
+    in_proportion[order[4:]] = p[order[4:]] / p[order[4:]].sum() * q[order[4:]].sum()
+    tail, _ = centered(logits, in_proportion, order[:4], cap, are_whole=False)
+    assert tail.norm() < 1e-12
+    assert any_tail.norm() > 1e-4 or cap == math.inf
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_gradient_of_score_centering_is_that_of_finite_differences_with_its_weights_held(cap: float) -> None:
+    """-A (w d log p - sum_H c d log p_v), with w and c written out for one token whose head is 2 of 5 tokens."""
+    logits = double([0.3, -0.2, 0.9, 0.1, -1.0]).requires_grad_()
+    q = double([0.4, 0.3, 0.1, 0.15, 0.05])
+    _, loss = centered(logits, q, torch.tensor([0, 1]), cap, are_whole=False)
+    (gradient,) = torch.autograd.grad(loss(double([0, 0, 1.5, 0, 0])), logits)  # token 2 was sampled, A = 1.5
+    p = logits.detach().softmax(0)
+    rho = 0.3 / float(1 - p[0] - p[1])
+    w = min(float(p[2]) / 0.1, cap) if cap else 1.0
+    c = [
+        (min(float(p[v]), cap * float(q[v])) - min(1.0, cap * rho) * float(p[v])) if cap
+        else float(q[v]) - rho * float(p[v])
+        for v in (0, 1)
+    ]  # fmt: skip
+
+    def held(z: Tensor) -> float:
+        logp = z.log_softmax(0)
+        return float(-1.5 * (w * logp[2] - c[0] * logp[0] - c[1] * logp[1]))
+
+    step = 1e-6
+    for i in range(5):
+        moved = [held(logits.detach() + sign * step * torch.eye(5, dtype=torch.float64)[i]) for sign in (1, -1)]
+        assert float(gradient[i]) == pytest.approx((moved[0] - moved[1]) / (2 * step), rel=1e-6, abs=1e-9)
 
 
 def test_value_loss_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:

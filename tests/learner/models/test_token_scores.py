@@ -6,7 +6,7 @@ from torch import Tensor
 
 from learner.memory.passes import LiveBytes
 from learner.models import token_scores as scoring
-from learner.models.token_scores import TokenSupports, score_tokens
+from learner.models.token_scores import TokenSupports, score_supports, score_tokens
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -168,6 +168,26 @@ def test_gradients_over_supports_agree_with_finite_differences(
         assert torch.autograd.gradcheck(
             lambda *of, output=output: score_tokens(*of, targets, temperature, None, supports)[output], (states, head)
         )
+
+
+@pytest.mark.parametrize("rows_at_once", [100, 2])
+def test_logprobs_of_all_ids_and_their_gradients_are_those_of_a_mask_and_of_finite_differences(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
+    targets, supports = supported()
+    states, head, _, temperature = inputs()
+    logprobs, _, of_ids = score_supports(states, head, targets, temperature, None, supports)
+    logits = (states @ head.T / temperature[:, None]).detach()
+    expected = [logits[token, ids].log_softmax(0) for token, ids in enumerate(SETS) if ids]
+    torch.testing.assert_close(of_ids.detach(), torch.cat(expected))
+    is_target = supports.ids == targets[supports.owners]
+    torch.testing.assert_close(of_ids.detach()[is_target], logprobs.detach()[supports.sizes > 0])
+    for outputs in (slice(None), slice(2, 3)):  # all gradients together, and those of the ids alone
+        assert torch.autograd.gradcheck(
+            lambda *of, outputs=outputs: score_supports(*of, targets, temperature, None, supports)[outputs],
+            (states, head),
+        )  # fmt: skip
 
 
 def test_a_support_without_the_most_probable_tokens_has_finite_logprobs() -> None:

@@ -63,7 +63,8 @@ def test_special_tokens_can_be_forbidden_and_logprobs_are_of_the_others(folder: 
 def test_each_token_has_the_ids_it_was_drawn_from_and_its_logprob_over_them(
     folder: Path, rules: dict[str, float]
 ) -> None:
-    asked: dict[str, Any] = {"n": 6, "temperature": 1.3, "max_tokens": 40, "wants_support": True, **rules}
+    wanted = {"wants_support": True, "wants_support_logprobs": True}
+    asked: dict[str, Any] = {"n": 6, "temperature": 1.3, "max_tokens": 40, **wanted, **rules}
     groups = with_engine(server_config("hf", folder), lambda engine: replies_of(engine, range(6), **asked))
     requests, model = [request_for(index, **asked) for index in range(6)], sharp_model("tiny-qwen2", seed=0).eval()
     assert largest_error(model, requests, groups) < SUPPORT_TOLERANCE
@@ -73,6 +74,11 @@ def test_each_token_has_the_ids_it_was_drawn_from_and_its_logprob_over_them(
             assert reply.support is not None
             whole = distributions(model, request.prompt.tokens, reply.tokens, request.temperature)
             assert wrong_sets(whole, reply.support, request.sampling) == []
+            assert reply.support.logprobs is not None
+            owners = np.repeat(np.arange(len(reply.tokens)), reply.support.sizes)
+            inside = np.exp(whole[owners, reply.support.ids])
+            mass = np.bincount(owners, inside)[owners]
+            np.testing.assert_allclose(reply.support.logprobs, np.log(inside / mass), atol=SUPPORT_TOLERANCE)
             num_cut += int((reply.support.sizes < whole.shape[1]).sum())
     assert num_cut > 100
 

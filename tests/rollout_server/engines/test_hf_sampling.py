@@ -54,7 +54,9 @@ def test_a_rule_narrows_the_choice_and_logprobs_are_over_it_where_it_is_recorded
     )
     assert tokens.tolist() == [1, 1, 2]
     np.testing.assert_allclose(logprobs.numpy(), np.log(of_token), atol=1e-6)
-    assert [ids.tolist() for ids in token_sets(kept)] == [[1, 2]] * 3
+    assert [ids.tolist() for ids, _ in token_sets(kept)] == [[1, 2]] * 3
+    for _, of_ids in token_sets(kept):
+        np.testing.assert_allclose(of_ids, np.log([2 / 3, 1 / 3]), atol=1e-6)
 
 
 def test_each_row_is_narrowed_by_its_own_rules_and_all_of_them() -> None:
@@ -65,7 +67,7 @@ def test_each_row_is_narrowed_by_its_own_rules_and_all_of_them() -> None:
         torch.tensor([[0.0], [0.0], [0.6], [0.0]]), torch.tensor([[True]] * 4),
     )
     _, _, kept = sample_tokens(logits, torch.ones(4, 1), rules, torch.zeros(4, 1, dtype=torch.float64))
-    assert [ids.tolist() for ids in token_sets(kept)] == [[1, 2], [1, 2, 3], [1, 2], [0, 1, 2, 3]]
+    assert [ids.tolist() for ids, _ in token_sets(kept)] == [[1, 2], [1, 2, 3], [1, 2], [0, 1, 2, 3]]
 
 
 def test_a_token_of_zero_probability_is_never_sampled() -> None:

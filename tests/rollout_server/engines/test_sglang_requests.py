@@ -201,6 +201,25 @@ def test_a_response_without_a_set_that_each_token_is_in_is_an_error(sets: list[l
     assert reply.logprobs == [-1.0, -0.5]
 
 
+def test_logprobs_of_all_ids_are_asked_for_and_kept_in_the_order_of_the_ids() -> None:
+    request = request_for(0, wants_support=True, wants_support_logprobs=True, top_k=4)
+    body = request_body(request, [OpenReply()], [2], "0.1.", 0, support_ids=4)
+    assert body["sampling_logprobs_mode"] == "support"
+    reply = OpenReply()
+    meta = {
+        "finish_reason": {"type": "length"}, "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+        "output_token_sampling_mask": [[8, 7], [9]], "output_token_sampling_logprobs": [[-0.25, -1.5], [0.0]],
+    }
+    asked = {"may_abort": False, "wants_support": True, "wants_support_logprobs": True}
+    extend_reply(reply, {"output_ids": [7, 9], "meta_info": meta}, 2, [2], **asked)
+    support = reply.reply().support
+    assert support is not None and support.logprobs is not None and reply.logprobs == [-1.5, 0.0]
+    assert (support.ids.tolist(), support.logprobs.tolist()) == ([7, 8, 9], [-1.5, -0.25, 0.0])
+    short = {**meta, "output_token_sampling_logprobs": [[-0.25], [0.0]]}
+    with pytest.raises(AsyncRLError, match="one logprob"):
+        extend_reply(OpenReply(), {"output_ids": [7, 9], "meta_info": short}, 2, [2], **asked)
+
+
 def test_a_server_has_room_for_all_ids_that_a_token_may_be_drawn_from() -> None:
     assert "sampling-mask-max-tokens" not in flags(config())
     assert flags(config(top_p=0.9))["sampling-mask-max-tokens"] == MODEL.vocab_size

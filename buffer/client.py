@@ -52,6 +52,7 @@ class LearnerClient:
         self._ids = _request_ids()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0  # else the end of the process, or a collection, would wait for what no peer reads
         use_client_keys(self._socket, keys)
         self._socket.sndtimeo = math.ceil(1000 * timeouts.buffer_s / ATTEMPTS)
         self._socket.connect(address)
@@ -106,7 +107,7 @@ class LearnerClient:
         return self._call("checkpoint", version=version).result
 
     def close(self) -> None:
-        self._socket.close(linger=0)
+        self._socket.close()
         self._context.term()
 
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> BufferReply | None:
@@ -162,6 +163,7 @@ class WorkerClient:
         self._receiver: asyncio.Task[None] | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
         use_client_keys(self._socket, keys)
         self._socket.connect(address)
 
@@ -223,7 +225,7 @@ class WorkerClient:
             self._receiver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._receiver
-        self._socket.close(linger=0)
+        self._socket.close()
         self._context.term()
 
     async def _call(self, request_id: int, op: str, subject: str, *payload: bytes, **fields: Any) -> BufferReply:

@@ -173,6 +173,7 @@ class BufferSocket:
         self._context = zmq.Context()
         self._authenticator: CurveAuthenticator | None = None
         self.router = self._context.socket(zmq.ROUTER)
+        self.router.linger = 0
         self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.router.setsockopt(zmq.SNDHWM, MAX_UNREAD)
         try:
@@ -184,7 +185,7 @@ class BufferSocket:
             raise
 
     def close(self) -> None:
-        self.router.close(linger=0)
+        self.router.close()
         if self._authenticator:
             self._authenticator.stop()
         self._context.term()

@@ -49,9 +49,11 @@ def with_worker(
 def learner_at(server: BufferServer, version: int = 0, timeouts: TimeoutsConfig = TIMEOUTS) -> Iterator[LearnerClient]:
     """A learner that serves a version."""
     client = LearnerClient(server.address, timeouts)
-    client.served(version)
-    yield client
-    client.close()
+    try:
+        client.served(version)
+        yield client
+    finally:
+        client.close()
 
 
 async def put_all(worker: WorkerClient) -> None:

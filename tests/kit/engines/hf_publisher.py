@@ -15,13 +15,15 @@ from tests.kit.models import sharp_model
 
 
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
-    """Push the weights of seed 5 as version 3, in several buckets, and verify them."""
+    """Connect, say so, and wait for a line; then push the weights of seed 5 as version 3, in several buckets, and verify them."""
     config = server_config("hf", Path(folder))
     sync = replace(config.weight_sync, transport=transport, bucket_bytes=100_000)
     config = changed(config, weight_sync=sync, run={"dir": run_dir})
     model = sharp_model("tiny-qwen2", 5).eval()
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()
+    print("connected", flush=True)
+    input()
     report = publisher.push(model.named_parameters(), version=3)
     assert report.num_bytes == sum(p.nbytes for p in model.parameters())
     tokens = list(range(5, 40))

@@ -37,12 +37,16 @@ def push_by_gloo(folder: Path, run_dir: Path) -> Callable[[HFEngine], Awaitable[
     """Push other weights while replies run; return the largest logprob error of each later reply."""
 
     async def push(engine: HFEngine) -> list[float]:
-        running = asyncio.create_task(_keep_generating(engine))
         publisher = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.kit.engines.hf_publisher", "gloo", engine.url, str(folder),
-            str(run_dir), stderr=asyncio.subprocess.PIPE,
+            str(run_dir), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )
-        _, errors = await publisher.communicate()
+        assert publisher.stdout is not None
+        is_connected = await publisher.stdout.readline()
+        running = asyncio.create_task(_keep_generating(engine))
+        while is_connected and (await engine.load()).running < 4:
+            await asyncio.sleep(0.01)
+        _, errors = await publisher.communicate(b"go on\n")
         assert publisher.returncode == 0, errors.decode()
         versions = await running
         assert any(set(v.tolist()) == {0, 3} for v in versions)

@@ -15,7 +15,7 @@ from tests.kit.models import sharp_model
 
 
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
-    """Connect, say so, and wait for a line; then push the weights of seed 5 as version 3, in several buckets, and verify them."""
+    """Connect, say so, wait for a line; then push the weights of seed 5 as version 3, in buckets, and verify them."""
     config = server_config("hf", Path(folder))
     sync = replace(config.weight_sync, transport=transport, bucket_bytes=100_000)
     config = changed(config, weight_sync=sync, run={"dir": run_dir})

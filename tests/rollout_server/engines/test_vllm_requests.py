@@ -173,13 +173,16 @@ def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
     bucket = Bucket(names=["a"], dtypes=["uint8"], shapes=[[40]], data=buffer[:40], is_last=True)
     code = (
         "import json, sys, torch; from rollout_server.engines.vllm.server.receiving import map_memory\n"
-        "print(int(map_memory(json.loads(sys.argv[1]), torch.device('cpu'))[:40].sum()))"
+        "for line in sys.stdin: print(int(map_memory(json.loads(line), torch.device('cpu'))[:40].sum()), flush=True)"
     )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdin is not None and other.stdout is not None
     for value in (1, 2):
         bucket.data.fill_(value)
-        command = [sys.executable, "-c", code, json.dumps(share_bucket(bucket))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert (done.stdout, done.returncode) == (f"{40 * value}\n", 0), done.stderr
+        print(json.dumps(share_bucket(bucket)), file=other.stdin, flush=True)
+        assert other.stdout.readline() == f"{40 * value}\n"
+    other.stdin.close()
+    assert other.wait(60) == 0
 
 
 @pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])

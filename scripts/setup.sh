@@ -61,7 +61,7 @@ if [ "$anew" ]; then
 fi
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-install() { pip install --quiet --constraint "$constraints" "$@"; }
+install() { pip install --quiet --no-compile --constraint "$constraints" "$@"; }
 torch=$(sed -n 's/^torch==//p' "$constraints")
 
 echo "setup: installing the $set set into $venv (minutes the first time)"
@@ -75,5 +75,6 @@ else
     install --requirement requirements/sglang-cpu.txt --editable '.[dev,peers]'
     install --no-deps --requirement requirements/sglang-cpu-nodeps.txt
 fi
+"$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true  # on all cores, pip on one
 echo "$inputs" > "$stamp"
 echo "setup: done"

@@ -111,10 +111,10 @@ def placed(case: Case) -> PlacementConfig:
 
 
 def learner_of(case: Case, lr: float = 1e-6, **changes: Any) -> LearnerConfig:
-    return LearnerConfig(
-        prompts_per_step=3, lr=lr, max_tokens_per_microbatch=case.max_tokens // case.slices, sharding=case.sharding,
-        sequence_parallel=case.slices, **changes,
-    )
+    return LearnerConfig(**{
+        "prompts_per_step": 3, "lr": lr, "max_tokens_per_microbatch": case.max_tokens // case.slices,
+        "sharding": case.sharding, "sequence_parallel": case.slices, "gradient_checkpointing": False, **changes,
+    })
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:

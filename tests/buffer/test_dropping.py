@@ -15,6 +15,8 @@ import pytest
 
 from buffer.simulate import Workload, simulate
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 SIZE, TRAIN_S, SYNC_S, MEAN_S = 64, 10.0, 0.5, 8.0
 
 

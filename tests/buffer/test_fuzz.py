@@ -23,6 +23,8 @@ from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config, changed
 from tests.kit.random_episodes import random_episodes
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 TO_THE_OPERATIONS, WITH_EPISODES, OVER_A_SOCKET = 40_000, 15_000, 5_000
 FAR = 0x1111_1111_1111_1111
 """No five mutations make a small number of it."""

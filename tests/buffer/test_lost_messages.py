@@ -13,6 +13,8 @@ from buffer.wire import pack_request, read_reply
 from tests.kit.buffer.clients import QUICK, put_all, with_worker
 from tests.kit.groups import make_group
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 class LossyLink:
     """A proxy between one client and the buffer that loses the first `lost` replies."""

@@ -16,6 +16,8 @@ from buffer.staleness import Rules
 from tests.kit.buffer.arrivals import plain_rules
 from tests.kit.buffer.model_checker import EVERYTHING, WORKERS, ModelChecker, random_checker, walk
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 BOUNDS = [(bound, every) for bound in range(5) for every in range(1, bound + 2)]
 
 

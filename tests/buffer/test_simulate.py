@@ -9,6 +9,8 @@ import pytest
 from async_rl.base.errors import ConfigError
 from buffer.simulate import Workload, simulate
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 EQUAL = Workload(prompts_per_step=4, concurrency=100, train_s=10.0, sync_s=0.0, group_mean_s=8.0, group_cv=0.0)
 STEADY = Workload(concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0)
 """60 s of generation, 40 s of learning."""

@@ -35,6 +35,8 @@ from tests.kit.learner.checkpointed import state_at, train
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes
 from tests.kit.learner.updates import weights_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 
 
@@ -196,7 +198,6 @@ def run_ranks(
     return tensors
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("before", "after", "slices"),
     [  # in CI 1 -> 2: e2e/test_resume.py

@@ -14,6 +14,8 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import values_of, weights_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 PENALTY = {"kind": "k1_reward", "coef": 0.1}
 FIRST: list[dict[str, Any]] = [
     {"advantage": "gae"}, {"advantage": "gae", "epochs": 2}, {"advantage": "vtrace", "num_minibatches": 2},

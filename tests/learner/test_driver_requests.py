@@ -14,6 +14,8 @@ from learner.loop.batches import NoBatch
 from learner.loop.ranks import DriverRequests
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def test_the_most_urgent_request_comes_first_and_the_first_reason_stays() -> None:
     requests = DriverRequests()

@@ -23,6 +23,8 @@ from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs
 from tests.kit.models import save_bare_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 
 

@@ -16,6 +16,8 @@ from learner.loop.learner import Learner
 from tests.kit.configs import learner_config
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.fixture
 def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePublisher:

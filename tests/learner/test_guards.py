@@ -29,6 +29,8 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 LEARNER = LearnerConfig(prompts_per_step=3, lr=3e-2, max_tokens_per_microbatch=40)
 

@@ -31,6 +31,8 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner, pushed_bytes
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 PARITY = (
     "tokens", "mean_abs", "p99_abs", "max_abs", "ratio_mean", "ratio_var", "surprise", "surprise_error", "slope",
     "slope_error", "explained",

@@ -19,6 +19,8 @@ from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import OpenRun
 from tests.kit.learner.updates import reference_logprobs
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def record(path: Path, tmp_path: Path, batch: Batch, algorithm: AlgorithmConfig) -> None:
     config = learner_config(path, algorithm=algorithm, run=RunConfig(dir=str(tmp_path)))

@@ -12,6 +12,8 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import values_of, weights_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_offloading_changes_no_weight_and_no_metric(tiny_model_path: Path, one_rank: None, rank: int) -> None:

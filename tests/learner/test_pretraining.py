@@ -26,6 +26,8 @@ from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.updates import values_of
 from tests.kit.models import save_tiny_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 TOKENIZER = character_tokenizer()
 TEXTS = ["a quick brown fox", "1", "over the lazy dog, twice"]

@@ -19,6 +19,8 @@ from learner.loop.learner import Learner
 from learner.loop.updater import Updater
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes, until_someone_waits
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def joining(learner: Learner) -> threading.Thread:
     """Start a thread in which a server that has come back waits for weights."""

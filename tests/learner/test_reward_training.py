@@ -39,6 +39,8 @@ from tests.kit.configs import make_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_bare_reward_model, save_tiny_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 TOKENIZER = character_tokenizer()
 CPU = torch.device("cpu")
 

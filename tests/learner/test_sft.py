@@ -13,6 +13,8 @@ from learner.stages.sft import Demonstration, answer_demonstration, backward, ba
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def config_of(base: str = "tiny-qwen2", **sft: int | float) -> Config:
     return make_config(sft={"base": base, "steps": 40, "batch_size": 16, "lr": 3e-3, **sft})

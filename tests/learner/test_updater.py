@@ -35,6 +35,8 @@ from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
 from tests.kit.models import VOCAB
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 
 

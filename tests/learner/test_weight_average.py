@@ -22,6 +22,8 @@ from tests.kit.learner.checkpointed import train
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 from tests.kit.learner.updates import weights_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 DECAY = 0.75
 

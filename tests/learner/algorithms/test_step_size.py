@@ -18,6 +18,8 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch, make_response
 from tests.kit.learner.updates import reference_logprobs, values_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 LR = 3e-3
 
 

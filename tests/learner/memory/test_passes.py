@@ -12,6 +12,8 @@ from learner.memory.passes import measure_pass
 from learner.memory.rank_memory import RankMemoryEstimate
 from tests.kit.configs import make_config
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def test_a_model_with_parameters_that_are_never_trained_is_measured() -> None:
     config = Ernie4_5_MoeConfig(

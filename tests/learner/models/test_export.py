@@ -17,6 +17,8 @@ from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model
 from tests.kit.runs import make_checkpoint, training_state
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_export_gives_the_logprobs_of_the_policy_that_was_saved(rank: int, tmp_path: Path, one_rank: None) -> None:

@@ -33,6 +33,8 @@ from tests.kit.model_headers import QWEN2_5, count, fake_ranks, save_headers
 from tests.kit.models import save_bare_model, save_bare_reward_model
 from tests.kit.tiny_moe import moe_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 
 

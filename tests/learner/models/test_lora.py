@@ -22,6 +22,8 @@ from learner.models.policy import adapter_parcels, full_parameters, save_policy
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 TOKENS = [3, 9, 4, 1, 20, 7]
 

@@ -19,6 +19,8 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 
 

@@ -28,6 +28,8 @@ from tests.kit.engines.replies import (
 from tests.kit.engines.tags import check_supports, check_tags
 from tests.kit.models import save_sharp_model, sharp_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,6 +16,8 @@ from tests.kit.engines.fakes import completion
 from tests.kit.episodes.sessions import session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

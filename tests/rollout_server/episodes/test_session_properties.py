@@ -21,6 +21,8 @@ from tests.kit.engines.fakes import completion
 from tests.kit.episodes.sessions import RandomEngine
 from tests.kit.tokenizers import FAMILIES, end_tokens, tokenizer_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 WORDS = [
     "fox",
     "42",

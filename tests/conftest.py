@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import yaml
+from xdist.scheduler import LoadFileScheduling
 
 from async_rl.base.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
@@ -36,6 +37,14 @@ SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
 """Programs that a unit test may run: they end at once."""
 PROCESS_FIXTURES = {"ray_here", "sglang_server", "shown_run", "start", "two_ranks", "vllm_server"}
 """A test that uses one of these is marked `processes` without saying so."""
+ON_SGLANG = {
+    *(f"tests/e2e/test_{name}.py" for name in ("episode_policies", "forbidden_tokens", "policies", "synchronous")),
+    *(f"tests/rollout_server/engines/test_{name}.py" for name in (
+        "server_engine", "server_updates", "sglang_server", "staged_updates"
+    )),
+    "tests/rollout_server/episodes/test_server_parser.py",
+}
+"""The files whose tests share an SGLang server: a worker of pytest-xdist that gets one of them gets all."""
 MAX_WORKERS = 8
 """Each may hold a run with its servers, about 3 GiB."""
 NIGHTLY_S = 900
@@ -51,6 +60,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     is_unit = "not processes" in config.option.markexpr
     return min(usable_cores(), MAX_WORKERS) + is_unit
+
+
+class ByFileAndServer(LoadFileScheduling):
+    """Gives a worker whole files, and one worker all files of ON_SGLANG."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "sglang" if file in ON_SGLANG else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return ByFileAndServer(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -128,7 +149,7 @@ def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
     folder = tmp_path_factory.mktemp("logs")
     server = SGLangServer(with_keys(server_config("sglang", model_folder), folder / "keys"), folder)
-    server.run(server.engine.start())
+    server.run(server.engine.start(), server.config.timeouts.startup_s)
     yield server
     server.close()
 

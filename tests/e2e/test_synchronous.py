@@ -17,7 +17,7 @@ from tests.kit.assembled import Run, run_assembled
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.reference_loop import Reference, Step, answers_of
 
-STEPS = 20
+STEPS = 10
 
 
 def vowels(question: Question, response: str) -> float:

@@ -38,7 +38,7 @@ def overlapping_server(model_folder: Path, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("overlapping-logs")
     config = server_config("sglang", model_folder, server_args={"disable-overlap-schedule": False})
     server = SGLangServer(with_keys(config, folder / "keys"), folder)
-    server.run(server.engine.start())
+    server.run(server.engine.start(), server.config.timeouts.startup_s)
     yield server
     server.close()
 

@@ -71,7 +71,7 @@ def push_and_verify(publisher: WeightPublisher, seed: int, version: int) -> Push
 def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
     folder = tmp_path_factory.mktemp("moe")
     server = EngineInThread(server_config("sglang", save_moe(folder / "model")), folder)
-    server.run(server.engine.start())
+    server.run(server.engine.start(), server.config.timeouts.startup_s)
     yield server
     server.close()
 

@@ -55,8 +55,6 @@ from tests.kit.models import save_sharp_model
 RESULTS = Path(__file__).parent / "results" / "exact_policy"
 RULES = ("top_p=0.8", "top_p=0.9", "top_p=0.95", "top_k=20", "min_p=0.05")
 GROUP_SIZE, MAX_TOKENS = 8, 128
-STEP_TOKENS = 4096
-"""About so many sampled tokens are in a learner's step."""
 
 Answered = list[tuple[GenerationRequest, list[SampledReply]]]
 
@@ -141,11 +139,11 @@ def sizes(answered: Answered) -> dict[str, float]:
     }
 
 
-def step_seconds(config: Config, answered: Answered, rounds: int) -> dict[str, list[float]]:
+def step_seconds(config: Config, answered: Answered, rounds: int, most_tokens: int) -> dict[str, list[float]]:
     """Return the processor seconds of steps on the same tokens with and without their supports, in turns."""
     groups, tokens = [], 0
     for request, replies in answered:
-        if tokens < STEP_TOKENS:
+        if tokens < most_tokens:
             groups.append(Group(
                 group_id=request.group_id, prompt_index=request.group_id, start_version=0,
                 temperature=request.temperature, prompt_tokens=request.prompt.tokens, rows=tuple(rows_of(replies)),
@@ -204,10 +202,12 @@ def main() -> None:
     parser.add_argument("--temperatures", default="1")
     parser.add_argument("--tokens", type=int, default=50_000, help="sampled tokens of each cell, about")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--step-tokens", type=int, default=4096, help="in a learner's step, about; 0: no step")
     parser.add_argument("--out", type=Path, default=RESULTS, help="adds to OUT.json and writes OUT.md")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)
+    step = arguments.step_tokens
     file = arguments.out.with_name(f"{arguments.out.name}.json")
     cells = json.loads(file.read_text())["cells"] if file.exists() else []
     with tempfile.TemporaryDirectory() as folder:
@@ -232,7 +232,7 @@ def main() -> None:
                         "model": Path(arguments.model).name, "engine": engine,
                         "temperature": temperature, "rule": rule, "load": round(os.getloadavg()[0], 1),
                         **proof(model, answered), **sizes(answered), "speeds": speeds,
-                        "step_s": step_seconds(config, answered, arguments.rounds),
+                        "step_s": step_seconds(config, answered, arguments.rounds, step) if step else {},
                     })
                     commands = {cell["command"]: 0 for cell in cells if "command" in cell}
                     command = shlex.join(["python", "-m", "benchmarks.exact_policy", *sys.argv[1:]])

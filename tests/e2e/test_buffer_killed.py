@@ -37,6 +37,7 @@ def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
     command = start(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
         f"run.seconds={seconds}", f"rollout.engine={engine}", "timeouts.buffer_s=20", "eval.num_prompts=0",
+        "rollout.top_p=0.95",  # so groups have the ids that tokens were drawn from
     )
     wait_until(lambda: len(logged(run_dir)) > 2, 180, "two steps")
     rng = random.Random(kills)

@@ -93,13 +93,14 @@ def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed
 
 
 def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Path, tmp_path: Path) -> None:
-    """The run is resumed from an older checkpoint, and with another number of learner ranks."""
-    whole = load_config(smoke_yaml, options(tmp_path, "whole", 6, "checkpoint.every_steps=3"))
+    """The run is resumed from an older checkpoint, and with another number of learner ranks. Groups have supports."""
+    narrowed = "rollout.top_p=0.95"
+    whole = load_config(smoke_yaml, options(tmp_path, "whole", 6, narrowed, "checkpoint.every_steps=3"))
     run_dir = whole.run_dir
     run(whole)
     expected = records(run_dir)
     from_step_3 = f"run.resume={checkpoint_folder(run_dir, 3)}"
-    resumed = load_config(smoke_yaml, options(tmp_path, "whole", 6, from_step_3, "placement.learner.ranks=2"))
+    resumed = load_config(smoke_yaml, options(tmp_path, "whole", 6, narrowed, from_step_3, "placement.learner.ranks=2"))
     summary = run(resumed)
     assert (summary["steps"], summary["resumes"]) == (6, 1)
     assert summary["buffer"]["buffer/trained"] == 6 * whole.learner.prompts_per_step

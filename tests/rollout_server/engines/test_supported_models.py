@@ -50,6 +50,19 @@ def test_a_model_that_sglang_lacks_is_refused(tmp_path: Path, model_type: str, a
     check_model(replace(config, rollout=RolloutConfig(engine="hf")))
 
 
+def test_supports_that_a_server_cannot_give_or_has_no_room_for_are_refused(tmp_path: Path) -> None:
+    config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), rollout={"top_p": 0.9})
+    check_model(config)
+    many = changed(config, rollout={"group_size": 64, "max_groups_in_flight": 256}, learner={"prompts_per_step": 256})
+    # 256 * 64 replies of 151,936 ids of 8 bytes are 20 GB; 16,384 ids are 2 GiB
+    with pytest.raises(ConfigError, match=r"Set rollout\.top_k: 16384 or less"):
+        check_model(many)
+    check_model(changed(many, rollout={"top_k": 16_384}))
+    check_model(changed(many, algorithm={"support": "ignore"}))
+    with pytest.raises(ConfigError, match=r"speculative-algorithm.*algorithm\.support: ignore"):
+        check_model(changed(config, rollout={"server_args": {"speculative_algorithm": "EAGLE"}}))
+
+
 def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path) -> None:
     config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), weight_sync={"double_buffer": "device"})
     check_model(config)

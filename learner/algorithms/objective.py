@@ -27,6 +27,7 @@ from async_rl.base.config import Config
 from async_rl.base.seams import find_entry
 from async_rl.base.telemetry.metrics import TOKENS, Metric
 from async_rl.base.types import Batch, Group
+from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.advantages import critic_advantages, penalty_to_go, whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import (
@@ -38,7 +39,7 @@ from learner.algorithms.diagnostics import (
     add_policy,
 )
 from learner.algorithms.losses import Heads, LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
-from learner.algorithms.parity import add_parity
+from learner.algorithms.parity import MASS_TOLERANCE, add_parity, add_supports
 from learner.packing import MicroBatch, MiniBatch, ResponseTokens, rows_by_episode, tokens_by_episode
 
 KL_STEP = 0.1
@@ -221,6 +222,7 @@ class Objective:
         self, sums: MetricAccumulator, micro: MicroBatch, losses: MicroBatchLosses,
         entropy: Tensor,  # [N]
         is_first_epoch: bool,
+        masses: Tensor | None = None,  # [2, N] of score_supports
     ) -> None:
         """Add to `sums` what the metrics of the step are made of; off-policyness counts in the first epoch only."""
         algorithm, response, trained, of = self.config.algorithm, micro.response, micro.response.trained, losses
@@ -233,6 +235,10 @@ class Objective:
         add_offpolicy(sums, response, of.log_rho, of.weights, of.truncated, of.dropped)
         if algorithm.old_logprobs != "interpolate":  # at staleness 0 those equal the behaviour logprobs
             add_parity(sums, response, of.log_rho, entropy)
+            if masses is not None and micro.inputs.supports is not None and micro.proximal is None:  # of step start
+                tolerance = MASS_TOLERANCE[serving_dtype(self.config, masses.device.type)]
+                sampling, sizes = self.config.rollout.sampling, micro.inputs.supports.sizes
+                add_supports(sums, response, masses, sizes, sampling, tolerance)
         if self.needs_reference:
             sums.add(reference_k3=torch.where(trained, kl_k3(of.proximal, _computed(micro.reference)), 0.0).sum())
         if self.advantage.has_traces:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_rl.base.config import Sampling
 from async_rl.base.telemetry.metrics import Metric
 from learner.algorithms.diagnostics import MetricAccumulator, Totals
 from learner.algorithms.masked_ops import bounded_exp
@@ -24,6 +25,8 @@ from learner.packing import ResponseTokens
 AXES = ("precision", "old_kv")
 """precision: tokens whose whole context has KV of their version. old_kv: tokens sampled after a push in place, which
 may read KV of older weights. The learner computes their context anew, with its own weights."""
+MASS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""[compute type] how far the learner's probability of a support may be from the engine's."""
 _SMALLEST, _BINS_A_DECADE, _DECADES = 1e-9, 20, 11
 """|d| is counted in bins from 1e-9 to 100 nats, each 12 % wider than the one before."""
 
@@ -48,6 +51,30 @@ def add_parity(
         sums.peak(**{f"parity_{axis}_max": torch.where(counts, d.abs(), 0.0).max() if len(d) else d.new_zeros(())})
 
 
+def add_supports(
+    sums: MetricAccumulator, response: ResponseTokens,
+    masses: Tensor,  # [2, N] the learner's probability of each token's support, and without its least probable id
+    sizes: Tensor,  # [N] ids of each token's support
+    sampling: Sampling, tolerance: float,
+) -> None:
+    """Add to `sums` how many tokens of equal version were drawn from other ids than rollout.top_p and top_k keep.
+
+    top_p keeps the most probable ids, as many as reach it. So the support without its least probable id has less; the
+    whole support has as much, unless top_k or min_p leave more out. Of top_k alone a support has as many ids.
+    """
+    counts = response.comparable & response.trained & (sizes > 0)
+    mass, without_least = masses
+    wrong = torch.zeros_like(counts)
+    if sampling.top_p < 1:
+        wrong |= without_least > sampling.top_p + tolerance
+        if not (sampling.top_k or sampling.min_p):
+            wrong |= mass < sampling.top_p - tolerance
+    elif sampling.top_k and not sampling.min_p:
+        wrong |= (sizes != sampling.top_k) & (mass < 1 - tolerance)  # it may be more than the vocabulary
+    columns = torch.stack([torch.ones_like(mass), wrong, mass], -1).double()
+    sums.add(parity_support=torch.where(counts[:, None], columns, 0.0).sum(0))
+
+
 def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
     """Return the metrics `parity/<axis>/...` of the sums of all ranks; none of an axis without tokens.
 
@@ -56,6 +83,7 @@ def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
     surprise, surprise_error: the mean of log q + H in nats, and its standard error.
     slope, slope_error: the least-squares slope of d over log q + H, and its standard error.
     explained: the share of d's variance that this line explains.
+    parity/support/...: `wrong` is the share of tokens of `add_supports`, `mass` the mean probability of a support.
     parity/precision/bits: of `dtype`, in which the learner computes: limits follow from it.
     """
     metrics = [Metric("parity/precision/bits", 8.0 * dtype.itemsize, "last", unit="bits")]
@@ -83,4 +111,9 @@ def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
             Metric(f"{path}/max_abs", largest, "max", unit="nats"),
             *(Metric(f"{path}/{name}", value, by=tokens.key) for name, value in means.items()),
         ]
+    if "parity_support" in totals and (n := float(totals["parity_support"][0])):
+        tokens = Metric("parity/support/tokens", n, "sum", unit="tokens")
+        wrong, mass = (float(value) / n for value in totals["parity_support"][1:])
+        metrics += [tokens, Metric("parity/support/wrong", wrong, by=tokens.key, unit="share")]
+        metrics.append(Metric("parity/support/mass", mass, by=tokens.key, unit="share"))
     return metrics

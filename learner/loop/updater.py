@@ -260,9 +260,10 @@ class Updater:
                 self._add_gradients(self.objective.critic_loss(micro, values) / minibatch.num_tokens)
                 values = values.detach()
             with torch.set_grad_enabled(trains_policy):
-                logprobs, entropy, *of_ids = self.policy(micro.inputs)
-            losses = self.objective.losses(minibatch, micro, logprobs, entropy, values, *of_ids)
-            self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch)
+                logprobs, entropy, *inside = self.policy(micro.inputs)
+            masses, of_ids = inside or (None, None)
+            losses = self.objective.losses(minibatch, micro, logprobs, entropy, values, of_ids)
+            self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch, masses)
             if losses.critic is not None:
                 loss = losses.critic / minibatch.num_tokens
                 if loss.requires_grad:

@@ -61,8 +61,8 @@ class Policy(Network):
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, ...]:
         """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
 
-        Both are over the ids that each token was drawn from, where these are recorded. Where the engine's logprobs of
-        all these ids are recorded too, the third value has the learner's.
+        Both are over the ids that each token was drawn from, where these are recorded; then `score_supports` describes
+        two more values, which ranks that split the head do not have.
 
         Adapters have dropout only in a pass whose gradient is recorded.
         """
@@ -72,7 +72,7 @@ class Policy(Network):
         if self.sequence is None:
             forbidden = torch.tensor(self.forbidden, device=states.device) if self.forbidden else None
             given = states, head.weight, inputs.targets, inputs.temperature, forbidden
-            if inputs.supports is not None and inputs.supports.behaviour is not None:
+            if inputs.supports is not None:
                 return score_supports(*given, inputs.supports)
             return score_tokens(*given, inputs.supports)
         from learner.models.sequence import owners

@@ -89,10 +89,15 @@ def score_tokens(
 def score_supports(
     states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None,
     supports: TokenSupports,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `score_tokens` does, and for each id of the supports its log-probability among those of its token."""
-    scored: tuple[Tensor, Tensor, Tensor] = _ScoreTokens.apply(
-        states, head, targets, temperature, forbidden, supports, True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `score_tokens` does, and two more tensors.
+
+    masses: [2, N] without gradient: the probability of each token's support, and without its least probable id.
+    of_ids: for each id of the supports its log-probability among those of its token. Empty if the supports have no
+        `behaviour`, so that no loss reads them.
+    """
+    scored: tuple[Tensor, Tensor, Tensor, Tensor] = _ScoreTokens.apply(
+        states, head, targets, temperature, forbidden, supports, supports.behaviour is not None
     )
     return scored
 
@@ -107,17 +112,21 @@ def sum_of(values: Tensor, supports: TokenSupports) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=supports.sizes, unsafe=True)
 
 
-def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor]:
-    """Return (log p_S, the entropy of p_v / p_S) for each row of `logp` = log p [n, V]; 0 without ids. [n], [n]"""
+def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (log p_S, the entropy of p_v / p_S, p_S without its least probable id) for each row of `logp` = log p
+    [n, V]; 0 without ids. [n] each
+    """
     owners = supports.owners
     inside = logp.view(-1).index_select(0, supports.places(owners, logp.shape[1]))
     top = largest_of(inside, supports)
     inside.sub_(top.index_select(0, owners))
     weights = inside.exp()
     total = sum_of(weights, supports)
+    least = torch.segment_reduce(weights, "min", lengths=supports.sizes, unsafe=True)
     entropies = total.log() - sum_of(weights.mul_(inside), supports) / total
     is_any = supports.sizes > 0
-    return (top + total.log()).where(is_any, 0.0), entropies.where(is_any, 0.0)
+    without_least = (top.exp() * (total - least)).where(is_any, 0.0)
+    return (top + total.log()).where(is_any, 0.0), entropies.where(is_any, 0.0), without_least
 
 
 def without_supports(grads: Tensor | None, supports: TokenSupports) -> Tensor | None:
@@ -157,7 +166,7 @@ class _ScoreTokens(torch.autograd.Function):
         supports: TokenSupports | None, scores_ids: bool,
     ) -> tuple[Tensor, ...]:
         size = max(1, LOGITS_BYTES[head.device.type] // (4 * head.shape[0]))
-        scores, masses, of_ids = [], list[Tensor](), list[Tensor]()
+        scores, masses, edges, of_ids = [], list[Tensor](), list[Tensor](), list[Tensor]()
         for start in range(0, max(1, len(states)), size):
             part = slice(start, start + size)
             x, y, t = states[part], targets[part], temperature[part]
@@ -169,7 +178,8 @@ class _ScoreTokens(torch.autograd.Function):
             entropy = torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in split_rows(logp)])
             if supports is not None:
                 own = supports.cut(start, start + len(x))
-                mass, inside = _inside(logp, own)
+                mass, inside, without_least = _inside(logp, own)
+                edges.append(torch.stack([mass.exp(), without_least]))
                 chosen, entropy = chosen - mass, inside.where(own.sizes > 0, entropy)
                 masses.append(mass)
                 if scores_ids:
@@ -183,7 +193,11 @@ class _ScoreTokens(torch.autograd.Function):
         ctx.supports, ctx.masses = supports, masses
         ctx.save_for_backward(states, head, targets, temperature, entropies)
         ctx.set_materialize_grads(False)
-        return (logprobs, entropies, torch.cat(of_ids)) if scores_ids else (logprobs, entropies)
+        if supports is None:
+            return logprobs, entropies
+        both = torch.cat(edges, 1)
+        ctx.mark_non_differentiable(both)
+        return logprobs, entropies, both, torch.cat(of_ids) if of_ids else logprobs.new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -203,9 +217,9 @@ class _ScoreTokens(torch.autograd.Function):
             if ctx.supports is not None:
                 own = ctx.supports.cut(start, start + len(logp))
                 mass, of_sets = ctx.masses[start // ctx.size], of_logprobs
-                if grads[2:] and grads[2] is not None:
+                if grads[3] is not None and len(grads[3]):
                     first = int(ctx.supports.offsets[start])
-                    of_ids = grads[2][first : first + len(own.ids)] / temperature[part].index_select(0, own.owners)
+                    of_ids = grads[3][first : first + len(own.ids)] / temperature[part].index_select(0, own.owners)
                     of_sets = sum_of(of_ids, own) + (0 if of_logprobs is None else of_logprobs)
                 inside = grads_inside(of_sets, of_entropies, logp, own, mass, entropies[part])
                 of_whole = without_supports(of_logprobs, own), without_supports(of_entropies, own)

@@ -68,6 +68,14 @@ def test_a_server_with_other_weights_breaks_the_axis_and_what_is_not_measured_is
     assert len(format_certificate(nothing).splitlines()) == 1 + len(nothing)
 
 
+def test_a_wrong_support_is_a_fault_unless_few_tokens_at_the_border_of_top_p_have_one() -> None:
+    supports = {"parity/support/tokens": 10_000.0, "parity/support/mass": 0.8, "parity/support/wrong": 0.005}
+    for bits, state in ((32, "exact"), (16, "bounded")):
+        assert by_name(figures(bits, {**COMPARED, **supports}))["support"].state == state
+        wrong = {**COMPARED, **supports, "parity/support/wrong": 0.02}
+        assert by_name(figures(bits, wrong))["support"].state == "broken"
+
+
 def test_tokens_on_older_kv_have_numbers_and_no_limit() -> None:
     old = {f"parity/old_kv/{name}": value for name, value in {**SOUND[16], **REST, "p99_abs": 0.9}.items()}
     assert by_name(figures(32, {**COMPARED, **old}))["age of KV"].state == "bounded"

@@ -20,6 +20,8 @@ CERTIFYING = (
 """Settings of the run of `async-rl certify`: no token is stale, and every push is verified."""
 ERRORS = 4.0
 """A mean ratio or a slope is beyond its limit only if it is so by this many standard errors."""
+WRONG_SUPPORTS = 0.01
+"""The largest share of tokens with a wrong support: at the border of top_p engine and learner round differently."""
 EXPLAINED = 0.25
 """A slope is one of the temperature if it explains at least this share of the variance of d."""
 
@@ -55,7 +57,7 @@ class Axis:
 
 def certificate(figures: Values) -> list[Axis]:
     """Return the axes of a run, from the figures of its metrics by key."""
-    return [_weights(figures), _precision(figures), _old_kv(figures)]
+    return [_weights(figures), _precision(figures), _support(figures), _old_kv(figures)]
 
 
 def _weights(figures: Values) -> Axis:
@@ -105,6 +107,17 @@ def find_fault(figures: Values, tokens: float, limits: Limits) -> str:
 def _is_selected(figures: Values) -> bool:
     """Return whether groups were dropped, which may have left answers of more or less likely tokens."""
     return any(value > 0 for key, value in figures.items() if key.startswith("buffer/dropped_") and key.count("/") == 1)
+
+
+def _support(figures: Values) -> Axis:
+    if not (n := figures.get("parity/support/tokens", 0.0)):
+        return Axis("support", "not measured", "no token of equal version has a recorded support")
+    wrong, mass = figures["parity/support/wrong"], figures["parity/support/mass"]
+    found = f"{n:,.0f} tokens, drawn from ids that have {mass:.4f} of the learner's probability in the mean"
+    if wrong > WRONG_SUPPORTS + ERRORS * math.sqrt(WRONG_SUPPORTS / n):
+        fault = f"{wrong:.1%} of the tokens were drawn from other ids than rollout.top_p and top_k keep"
+        return Axis("support", "broken", f"{fault}: {found}")
+    return Axis("support", "exact" if figures["parity/precision/bits"] == 32 else "bounded", found)
 
 
 def _old_kv(figures: Values) -> Axis:

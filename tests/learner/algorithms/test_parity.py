@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from async_rl.base.config import Sampling
 from learner.algorithms.diagnostics import MetricAccumulator
-from learner.algorithms.parity import add_parity, parity_metrics
+from learner.algorithms.parity import add_parity, add_supports, parity_metrics
 from tests.kit.learner.batches import make_response
 
 Values = dict[str, float]
@@ -93,3 +94,31 @@ def test_the_mean_ratio_is_the_mass_that_the_engine_kept_and_the_slope_its_tempe
     for sound in (of_sampler(p, p), hotter):
         assert abs(sound["surprise"]) < 4 * sound["surprise_error"] + 0.05
         assert abs(sound["ratio_mean"] - 1) < 4 * math.sqrt(sound["ratio_var"] / sound["tokens"]) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept_by", "wrong"),
+    [
+        ({"top_p": 0.8}, {"top_p": 0.8}, False), ({"top_p": 0.8}, {"top_p": 0.7}, True),
+        ({"top_p": 0.8}, {"top_p": 0.9}, True), ({"top_k": 5}, {"top_k": 5}, False), ({"top_k": 5}, {"top_k": 4}, True),
+        ({"top_k": 50}, {"top_k": 40}, False), ({"top_p": 0.8, "min_p": 0.2}, {"min_p": 0.2}, False),
+    ],
+)
+def test_supports_are_wrong_where_another_top_p_or_top_k_has_made_them(
+    rule: dict[str, float], kept_by: dict[str, float], wrong: bool, one_rank: None
+) -> None:
+    """Of 50 distributions over 40 ids; with top_k 50 all are kept, with min_p 0.2 less than top_p 0.8."""
+    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    p = logits.softmax(-1).sort(-1, descending=True).values
+    before = p.cumsum(-1) - p
+    keep = (before < kept_by.get("top_p", 1.0)) & (p >= kept_by.get("min_p", 0.0) * p[:, :1])
+    keep &= torch.arange(40) < kept_by.get("top_k", 40)
+    sizes = keep.sum(-1)
+    mass = (p * keep).sum(-1)
+    without_least = mass - p.gather(-1, sizes[:, None] - 1)[:, 0]
+    response = make_response((50,), comparable=torch.arange(50) < 40)
+    sums = MetricAccumulator()
+    add_supports(sums, response, torch.stack([mass, without_least]), sizes, Sampling(1.0, **rule), 1e-4)
+    got = {metric.key: metric.value for metric in parity_metrics(sums.reduce(), torch.float32)}
+    assert got["parity/support/tokens"] == 40 and got["parity/support/mass"] == pytest.approx(float(mass[:40].mean()))
+    assert (got["parity/support/wrong"] > 0.3) == wrong and (wrong or got["parity/support/wrong"] == 0)

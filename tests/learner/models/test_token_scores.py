@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -177,17 +179,26 @@ def test_logprobs_of_all_ids_and_their_gradients_are_those_of_a_mask_and_of_fini
     monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
     targets, supports = supported()
     states, head, _, temperature = inputs()
-    logprobs, _, of_ids = score_supports(states, head, targets, temperature, None, supports)
+    supports = dataclasses.replace(supports, behaviour=torch.zeros(len(supports.ids)))
+    logprobs, _, masses, of_ids = score_supports(states, head, targets, temperature, None, supports)
     logits = (states @ head.T / temperature[:, None]).detach()
     expected = [logits[token, ids].log_softmax(0) for token, ids in enumerate(SETS) if ids]
     torch.testing.assert_close(of_ids.detach(), torch.cat(expected))
     is_target = supports.ids == targets[supports.owners]
     torch.testing.assert_close(of_ids.detach()[is_target], logprobs.detach()[supports.sizes > 0])
-    for outputs in (slice(None), slice(2, 3)):  # all gradients together, and those of the ids alone
+    shares = [logits[token].softmax(0)[ids].sort().values for token, ids in enumerate(SETS) if ids]
+    assert not masses.requires_grad
+    torch.testing.assert_close(
+        masses[:, supports.sizes > 0], torch.stack([torch.stack([p.sum(), p[1:].sum()]) for p in shares], 1)
+    )
+    for outputs in ((0, 1, 3), (3,)):  # all gradients together, and those of the ids alone
         assert torch.autograd.gradcheck(
-            lambda *of, outputs=outputs: score_supports(*of, targets, temperature, None, supports)[outputs],
+            lambda *of, outputs=outputs: tuple(
+                score_supports(*of, targets, temperature, None, supports)[output] for output in outputs
+            ),
             (states, head),
         )  # fmt: skip
+    assert len(score_supports(states, head, targets, temperature, None, supported()[1])[3]) == 0
 
 
 def test_a_support_without_the_most_probable_tokens_has_finite_logprobs() -> None:

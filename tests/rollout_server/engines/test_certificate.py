@@ -25,24 +25,28 @@ from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import request_for, with_engine
 from tests.kit.groups import batch_of, make_group, make_row
-from tests.kit.models import save_bare_model
+from tests.kit.models import save_sharp_model
 from tests.kit.tiny_moe import save_moe
 
 STEPS, PROMPTS = 4, 24
 Plant = Callable[[HFEngine], None]
 
 
-async def sampled(engine: HFEngine, version: int) -> Batch:
+async def sampled(engine: HFEngine, config: Config, version: int) -> Batch:
     """A batch whose tokens all have the version that is served."""
+    asks: dict[str, Any] = config.rollout.sampling._asdict() | {"wants_support": config.records_support}
     asked = [
-        request_for(PROMPTS * version + index, start_version=version, max_tokens=24) for index in range(PROMPTS)
+        request_for(PROMPTS * version + index, start_version=version, max_tokens=24, **asks)
+        for index in range(PROMPTS)
     ]
     replies = await asyncio.gather(*map(engine.generate, asked))
     groups = [
         make_group(
             request.group_id, request.prompt.tokens.tolist(),
             [
-                make_row(r.tokens.tolist(), r.logprobs.tolist(), float(sample % 2), version=version)
+                make_row(
+                    r.tokens.tolist(), r.logprobs.tolist(), float(sample % 2), version=version, support=r.support
+                )
                 for sample, r in enumerate(of_request)
             ],
             version=version,
@@ -61,7 +65,7 @@ def certified(config: Config, plant: Plant = lambda engine: None) -> dict[str, A
         declared: dict[str, Declaration] = {}
         figures = Figures(declared)
         for version in range(STEPS):
-            batch = await sampled(engine, version)
+            batch = await sampled(engine, config, version)
             metrics = updater.update(batch)
             if version == 1:
                 plant(engine)
@@ -127,9 +131,10 @@ def without_an_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return tensors | {name: torch.cat([tensors[name][:1] * 0, tensors[name][1:]])}
 
 
-def config_of(model: Path, dtype: str = "float32") -> Config:
+def config_of(model: Path, dtype: str = "float32", **rollout: Any) -> Config:
     return changed(
-        server_config("hf", model), model={"dtype": dtype}, weight_sync={"transport": "disk", "verify_every": 1},
+        server_config("hf", model, **rollout),
+        model={"dtype": dtype}, weight_sync={"transport": "disk", "verify_every": 1},
         learner={"lr": 1e-3}, run={"dir": model.parent}, algorithm={"filter_zero_variance": False},
     )  # fmt: skip
 
@@ -139,13 +144,30 @@ def config_of(model: Path, dtype: str = "float32") -> Config:
 def test_a_sound_run_is_exact_in_float32_and_bounded_in_bfloat16(
     dtype: str, family: str, tmp_path: Path, one_rank: None
 ) -> None:
-    model = save_moe(tmp_path / "model")
-    if family == "dense":
-        save_bare_model(model)
+    model = (save_sharp_model if family == "dense" else save_moe)(tmp_path / "model")
     found = certified(config_of(model, dtype))
     assert found["weights"].state == "exact"
     assert found["precision"].state == ("exact" if dtype == "float32" else "bounded"), found
-    assert found["age of KV"].state == "not measured"
+    assert found["age of KV"].state == found["support"].state == "not measured"
+
+
+@pytest.mark.parametrize("rules", [{"top_p": 0.9}, {"top_k": 9}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sound_run_over_supports_is_exact_or_bounded_too(
+    rules: dict[str, float], dtype: str, tmp_path: Path, one_rank: None
+) -> None:
+    found = certified(config_of(save_moe(tmp_path / "model"), dtype, **rules))
+    state = "exact" if dtype == "float32" else "bounded"
+    assert (found["precision"].state, found["support"].state) == (state, state), found
+
+
+@pytest.mark.parametrize(("asked", "served"), [({"top_p": 0.9}, {"top_p": 0.8}), ({"top_k": 9}, {"top_k": 8})])
+def test_another_top_p_or_top_k_at_the_server_is_found_also_over_supports(
+    asked: dict[str, float], served: dict[str, float], tmp_path: Path, one_rank: None
+) -> None:
+    """Ratios over the recorded supports are 1: precision sees nothing."""
+    found = certified(config_of(save_moe(tmp_path / "model"), **asked), asked_otherwise(**served))
+    assert [name for name, axis in found.items() if axis.state == "broken"] == ["support"], found
 
 
 @pytest.mark.parametrize(

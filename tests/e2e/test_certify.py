@@ -28,7 +28,8 @@ def certify(smoke_yaml: Path, tmp_path: Path, engine: str) -> tuple[int, dict[st
 def test_a_sound_run_is_certified_exact_in_float32(engine: str, smoke_yaml: Path, tmp_path: Path) -> None:
     code, axes = certify(smoke_yaml, tmp_path, engine)
     assert {name: state for name, (state, _) in axes.items()} == {
-        "weights": "exact", "precision": "exact", "support": "not measured", "age of KV": "not measured",
+        "weights": "exact", "precision": "exact", "support": "not measured", "routing": "not measured",
+        "age of KV": "not measured",
     }, axes  # fmt: skip
     assert code == 0
 

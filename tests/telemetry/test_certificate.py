@@ -76,6 +76,16 @@ def test_a_wrong_support_is_a_fault_unless_few_tokens_at_the_border_of_top_p_hav
         assert by_name(figures(bits, wrong))["support"].state == "broken"
 
 
+def test_experts_of_other_weights_are_a_fault_and_the_reason_of_far_logprobs_unless_weights_have_moved() -> None:
+    far = {"mean_abs": 1.0, "p99_abs": 6.0, "slope": -0.33, "explained": 0.4}
+    for bits, changed, state in ((32, 0.0, "exact"), (32, 0.02, "broken"), (16, 0.054, "bounded"), (16, 0.6, "broken")):
+        more = {**COMPARED, "routing/changed_fraction": changed}
+        assert by_name(figures(bits, more))["routing"].state == state
+        if state == "broken":
+            assert "routing" in by_name(figures(bits, more, **far))["precision"].finding
+        assert by_name(figures(bits, {**more, "staleness/max": 2.0}))["routing"].state == "bounded"
+
+
 def test_tokens_on_older_kv_have_numbers_and_no_limit() -> None:
     old = {f"parity/old_kv/{name}": value for name, value in {**SOUND[16], **REST, "p99_abs": 0.9}.items()}
     assert by_name(figures(32, {**COMPARED, **old}))["age of KV"].state == "bounded"

@@ -22,6 +22,8 @@ ERRORS = 4.0
 """A mean ratio or a slope is beyond its limit only if it is so by this many standard errors."""
 WRONG_SUPPORTS = 0.01
 """The largest share of tokens with a wrong support: at the border of top_p engine and learner round differently."""
+CHANGED_EXPERTS = {32: 1e-3, 16: 0.25}
+"""[bits] the largest share of choices of experts that differ at equal weights: ties, and in bfloat16 near ties."""
 EXPLAINED = 0.25
 """A slope is one of the temperature if it explains at least this share of the variance of d."""
 
@@ -57,7 +59,7 @@ class Axis:
 
 def certificate(figures: Values) -> list[Axis]:
     """Return the axes of a run, from the figures of its metrics by key."""
-    return [_weights(figures), _precision(figures), _support(figures), _old_kv(figures)]
+    return [_weights(figures), _precision(figures), _support(figures), _routing(figures), _old_kv(figures)]
 
 
 def _weights(figures: Values) -> Axis:
@@ -82,6 +84,9 @@ def _precision(figures: Values) -> Axis:
 def find_fault(figures: Values, tokens: float, limits: Limits) -> str:
     """Return what is wrong with the tokens of the axis `precision`, in words; "" if they are within the limits."""
     f = {name: figures[f"parity/precision/{name}"] for name in _NAMES}
+    is_far = f["mean_abs"] > limits.mean or f["p99_abs"] > limits.p99 or f["max_abs"] > limits.largest
+    if is_far and _routing(figures).state == "broken":
+        return "routing: the learner replays experts that were not chosen with its weights"
     ratio_error = math.sqrt(f["ratio_var"] / tokens)
     if 1 - f["ratio_mean"] > limits.ratio + ERRORS * ratio_error:
         return (
@@ -93,7 +98,6 @@ def find_fault(figures: Values, tokens: float, limits: Limits) -> str:
             f"support: the sampled tokens are more likely than the recorded distributions say, by {f['surprise']:.3f} "
             "nats; the server's top_p, top_k, min_p or temperature is not the learner's"
         )
-    is_far = f["mean_abs"] > limits.mean or f["p99_abs"] > limits.p99 or f["max_abs"] > limits.largest
     has_slope = abs(f["slope"]) > limits.slope + ERRORS * f["slope_error"]
     if has_slope and f["explained"] > EXPLAINED:
         return f"temperature: the server samples at {1 + f['slope']:.4f} times the learner's temperature"
@@ -118,6 +122,18 @@ def _support(figures: Values) -> Axis:
         fault = f"{wrong:.1%} of the tokens were drawn from other ids than rollout.top_p and top_k keep"
         return Axis("support", "broken", f"{fault}: {found}")
     return Axis("support", "exact" if figures["parity/precision/bits"] == 32 else "bounded", found)
+
+
+def _routing(figures: Values) -> Axis:
+    if (changed := figures.get("routing/changed_fraction")) is None:
+        return Axis("routing", "not measured", "no experts of an engine are replayed")
+    found = f"the learner's own choice of experts differs for {changed:.2%} of (token, layer)"
+    if figures.get("staleness/max"):
+        return Axis("routing", "bounded", f"replayed; {found}, also because the weights have moved")
+    bits = int(figures["parity/precision/bits"])
+    if changed > CHANGED_EXPERTS[bits]:
+        return Axis("routing", "broken", f"{found}: the engine's record is of other weights or other tokens")
+    return Axis("routing", "exact" if bits == 32 else "bounded", f"replayed; {found}")
 
 
 def _old_kv(figures: Values) -> Axis:

@@ -13,7 +13,7 @@ SOUND = {
     16: {"mean_abs": 9e-3, "p99_abs": 0.035, "max_abs": 0.2, "ratio_var": 2e-4, "slope": -3e-5, "slope_error": 1e-4},
 }
 REST = {"tokens": 10_000.0, "ratio_mean": 1.0, "explained": 0.01, "surprise": 0.001, "surprise_error": 0.01}
-COMPARED = {"parity/weights/compared": 4.0}
+COMPARED = {"parity/weights/compared": 4.0, "staleness/max": 0.0}
 
 
 def figures(bits: int, /, more: dict[str, float] | None = None, **changes: float) -> dict[str, float]:
@@ -56,6 +56,7 @@ def test_likely_tokens_are_no_fault_where_groups_were_dropped_nor_is_a_slope_wit
     counts = {"buffer/dropped_zero_variance": 3.0, "buffer/dropped_late/reward": 1.0}
     dropped = figures(32, {**COMPARED, **counts}, surprise=0.3)
     assert by_name(dropped)["precision"].state == "exact"
+    assert by_name(figures(32, {"staleness/max": 2.0}, surprise=0.3))["precision"].state == "exact"  # first come
     assert by_name(figures(32, {**COMPARED, "buffer/dropped_late": 0.0}, surprise=0.3))["precision"].state == "broken"
     assert by_name(figures(16, slope=4e-3, slope_error=1e-3, explained=0.5))["precision"].state == "bounded"
 

@@ -109,8 +109,9 @@ def find_fault(figures: Values, tokens: float, limits: Limits) -> str:
 
 
 def _is_selected(figures: Values) -> bool:
-    """Return whether groups were dropped, which may have left answers of more or less likely tokens."""
-    return any(value > 0 for key, value in figures.items() if key.startswith("buffer/dropped_") and key.count("/") == 1)
+    """Return whether groups were dropped or came before others, which may have chosen answers of more likely tokens."""
+    drops = [key for key in figures if key.startswith("buffer/dropped_") and key.count("/") == 1]
+    return any(figures[key] > 0 for key in drops) or figures.get("staleness/max") != 0
 
 
 def _support(figures: Values) -> Axis:

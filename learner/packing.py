@@ -106,6 +106,8 @@ def make_pieces(
 ) -> list[Piece]:
     """Return pieces of at most `max_rows` rows and `max_tokens` tokens; a longer single row gets its own.
 
+    Rows whose prompts were fed through other experts do not share theirs.
+
     With prompt length P and fed answer tokens that add up to R, k rows share a piece while R^2 <= k * P^2, and
     always where attention is sparse. Such a piece never costs more than k do: linear layers see P + R <= kP + R
     tokens, dense attention sees (P + R)^2 <= k * (P + R / k)^2 pairs (the difference is (k - 1) * (P^2 - R^2 / k)).
@@ -122,6 +124,7 @@ def make_pieces(
             more = len(groups[group].rows[row].tokens) - 1
             k = len(taken) + 1
             fits = prompt + fed + more <= max_tokens and k <= max_rows and layout.masked
+            fits = fits and (not taken or _same_prompt_routing(groups[group], taken[0], row))
             if taken and not (fits and (layout.sparse or (fed + more) ** 2 <= k * prompt**2)):
                 pieces.append(Piece(group, tuple(taken), prompt + fed))
                 taken, fed = [], 0
@@ -129,6 +132,13 @@ def make_pieces(
             fed += more
         pieces.append(Piece(group, tuple(taken), prompt + fed))
     return pieces
+
+
+def _same_prompt_routing(group: Group, a: int, b: int) -> bool:
+    """Return whether the prompt was fed through the same experts before the rows `a` and `b` of the group."""
+    routings = (group.rows[a].routing, group.rows[b].routing)
+    first, second = (None if each is None else each[: len(group.prompt_tokens)] for each in routings)
+    return first is second or (first is not None and second is not None and np.array_equal(first, second))
 
 
 def plan_microbatches(
@@ -278,6 +288,7 @@ class PackedTokens:
     segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all packs are plain causal
     positions: Tensor | None  # [B, S] int64; None where segments is
     where: Tensor  # [N] index into B * S of the token whose output predicts the response token
+    routing: Tensor | None = None  # [B, S, layers, k] int16 experts to replay, -1 where routers choose; None: they do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +393,7 @@ def collate(
         targets=_tensor(targets, torch.int64, device),
         temperature=_tensor(temperatures, torch.float32, device),
         supports=_supports([batch.groups[g].rows[i] for g, i in rows], device),
+        routing=None if (experts := _routing(batch, packs, width)) is None else _tensor(experts, torch.int16, device),
     )
     response = _response_tokens(batch, rows, advantages, device, is_trained)
     return MicroBatch(inputs=inputs, response=response, rows=tuple(rows) if is_trained else ())
@@ -396,6 +408,25 @@ def _supports(rows: Sequence[Row], device: torch.device) -> TokenSupports | None
     joined = Support.joined(supports)
     behaviour = None if joined.logprobs is None else _tensor(joined.logprobs, torch.float32, device)
     return TokenSupports(_tensor(joined.ids, torch.int64, device), torch.from_numpy(joined.offsets), behaviour)
+
+
+def _routing(batch: Batch, packs: Sequence[Sequence[Piece]], width: int) -> npt.NDArray[np.int16] | None:
+    """Return the experts to replay, [B, S, layers, k], -1 where none were recorded; None if no row has a record."""
+    recorded = [batch.groups[piece.group].rows[i].routing for pack in packs for piece in pack for i in piece.rows]
+    shape = next((of_row.shape[1:] for of_row in recorded if of_row is not None), None)
+    if shape is None:
+        return None
+    experts = np.full((len(packs), width, *shape), -1, np.int16)
+    for b, pack in enumerate(packs):
+        end = 0
+        for piece in pack:
+            group = batch.groups[piece.group]
+            for number, row in enumerate(group.rows[i] for i in piece.rows):
+                shared = len(group.prompt_tokens) if number else 0  # the first row brings the prompt's
+                start, end = end, end + len(group.prompt_tokens) + len(row.tokens) - 1 - shared
+                if row.routing is not None:
+                    experts[b, start:end] = row.routing[shared:]
+    return experts
 
 
 def _response_tokens(

@@ -269,6 +269,9 @@ class Row:
     support: Annotated[Support | None, TokenSets()] = None
     """The ids that each token of the mask was drawn from, none for the others; then its behaviour logprob is over these
     ids. None: all tokens were drawn from the whole vocabulary, or `algorithm.support` is `ignore`."""
+    routing: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
+    """[P + T - 1, layers, k] the experts that each token of prompt and row was fed through when it was sampled, in the
+    layers that have experts. The last token was not fed. None: the engine recorded none."""
     too_old: BoolArray | None = None
     """[T] True where a token is masked only because it is too old (`staleness.on_late: mask`); None: none is."""
 

@@ -27,8 +27,10 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens, policy_lr
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.models_and_data.routing import Routing
+from async_rl.base.telemetry.metrics import TOKENS, Metric
 from async_rl.base.types import Batch, FloatArray
 from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.advantages import batch_advantages
@@ -61,6 +63,9 @@ from learner.packing import (
     split_minibatches,
 )
 
+_TESTED_TOKENS = 16
+"""The number of tokens with which the replay of routing is tested at the start."""
+
 
 class Updater:
     """Trains the networks of one learner rank. Every rank gets the same batch and trains on its share of it.
@@ -81,6 +86,8 @@ class Updater:
         self.ranks = ranks = open_ranks(config, device)
         self.policy = open_policy(config.model, dtype)
         self.policy.forbidden = forbidden_tokens(config)
+        if experts := recorded_experts(config):
+            self.policy.routing = Routing(self.policy.lm, experts)
         offloads = config.learner.offload == "all"
         shard(self.policy, ranks, config.learner, offloads, checkpoints)
         self._reward_model = None
@@ -109,6 +116,8 @@ class Updater:
 
             layout = layout_of([self.policy.lm])
             self.pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
+        if self.policy.routing:
+            self.policy.routing.self_test(lambda: torch.tensor(self.probe_logprobs(range(_TESTED_TOKENS))))
 
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
         """Train on `batch`, and return the metrics of all ranks together. Collective. `trained` is then the batch with
@@ -162,11 +171,17 @@ class Updater:
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break
+        if self.policy.routing:
+            replayed, changed = self.policy.routing.take_counts()
+            sums.add(routing_replayed=replayed.to(self.device), routing_changed=changed.to(self.device))
         totals = self._totals(sums)
         metrics += [*batch_metrics(batch), *token_metrics(totals), *loss_metrics(sums, totals)]
         metrics += parity_metrics(totals, self.dtype)
         if self.pretraining:
             metrics += self.pretraining.metrics(totals)
+        if replays := float(totals.get("routing_replayed", 0.0)):
+            changed_fraction = float(totals["routing_changed"]) / replays
+            metrics.append(Metric("routing/changed_fraction", changed_fraction, by=TOKENS, unit="share"))
         metrics += self.objective.finish(totals, batch, has_trained_policy=bool(steps["policy"]))
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken, totals)]
         if self.critic is not None:

@@ -29,6 +29,7 @@ from transformers import AutoModelForTokenClassification
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import weight_files
+from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.weights.checkpoint_names import Source, sources_of
 from learner.loop.optimizer import check_finite
 from learner.packing import ForwardInputs, PackedTokens, attention_mask, block_mask
@@ -216,12 +217,25 @@ class Network(nn.Module):
         self.compute_dtype = compute_dtype
         self.sequence: DeviceMesh | None = None
         """The ranks that hold slices of the same rows; None: this rank holds whole rows. `shard` sets it."""
+        self.routing: Routing | None = None
+        """The routers, whose choices the `routing` of a pass replaces; None: they choose by themselves."""
 
     def hidden_states(self, inputs: PackedTokens) -> Tensor:
         """Return the last hidden states that predict the N response tokens, [N, hidden].
 
         With `sequence` they belong to the tokens that `owners` gives to this rank.
         """
+        if self.routing is None or inputs.routing is None:
+            return self._hidden_states(inputs)
+        experts = inputs.routing
+        if self.sequence is not None:
+            from learner.models.sequence import own_slice
+
+            experts = own_slice(experts, -1, self.sequence)
+        with self.routing.replaying(experts.flatten(0, 1)):
+            return self._hidden_states(inputs)
+
+    def _hidden_states(self, inputs: PackedTokens) -> Tensor:
         if self.sequence is not None:
             from learner.models.sequence import split_states
 

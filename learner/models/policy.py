@@ -142,7 +142,8 @@ def shard(
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
         if checkpoints:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            contexts = {"context_fn": network.routing.checkpoint_contexts} if network.routing else {}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
     fully_shard(
@@ -273,7 +274,11 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, inputs: ForwardInputs) -> Tensor:
-        """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective."""
+        """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective.
+
+        Its routers choose by themselves: what the engine chose belongs to the policy.
+        """
+        inputs = replace(inputs, routing=None)
         if not has_adapters(self.lm):
             return self._policy(inputs)[0]
         from learner.models.lora import without_adapters

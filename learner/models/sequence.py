@@ -107,6 +107,14 @@ def split_states(lm: Any, inputs: PackedTokens, dtype: torch.dtype, ranks: Devic
     return states.flatten(0, 1)[where // width * size + where % width - first]
 
 
+def own_slice(values: Tensor, padding: int, ranks: DeviceMesh) -> Tensor:
+    """Return this rank's slice of values [B, S, ...] of all tokens, [B, s, ...]; the last rank's may be padded."""
+    size = -(-values.shape[1] // ranks.size())
+    own = values[:, ranks.get_local_rank() * size :][:, :size]
+    missing = values.new_full((values.shape[0], size - own.shape[1], *values.shape[2:]), padding)
+    return torch.cat([own, missing], 1)
+
+
 def owners(inputs: PackedTokens, ranks: DeviceMesh) -> Tensor:
     """Return the rank of the group that computes the hidden state which predicts each response token, [N]."""
     width = inputs.tokens.shape[1]

@@ -16,8 +16,9 @@ from learner.loop.learner import Learner
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner
-from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, run_ranks
+from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, EXPERT_ALGORITHMS, Case, run_ranks
 from tests.kit.models import save_bare_model, save_bare_reward_model
+from tests.kit.routing import tiny_experts
 
 torch.set_num_threads(1)
 settings.register_profile("learner", deadline=None)  # the machine may be busy
@@ -37,6 +38,7 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learner")
     save_bare_reward_model(folder / "reward-model")
     save_bare_model(folder / "untied", is_tied=False)
+    tiny_experts("Qwen3Moe").save_pretrained(folder / "experts")
     (folder / "texts.jsonl").write_text('{"text": "3141592"}\n{"text": "2718281828459045"}\n{"text": "17"}\n')
     character_tokenizer().save_pretrained(folder / "model")  # digits are in the vocabulary of the model
     return save_bare_model(folder / "model")
@@ -47,7 +49,7 @@ def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     """Results of `rank_main` on each of two ranks."""
     cases = [
         *(Case(algorithm, 26) for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)), Case("token_mean", 26, "hybrid"),
-        Case("token_mean", 24),
+        Case("token_mean", 24), *(Case(algorithm, 26) for algorithm in EXPERT_ALGORITHMS),
     ]  # fmt: skip
     return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), cases)
 
@@ -55,7 +57,7 @@ def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def two_slices(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of `rank_main` on each of two ranks that split every row."""
-    cases = [Case(algorithm, 26, slices=2) for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)]
+    cases = [Case(algorithm, 26, slices=2) for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS, *EXPERT_ALGORITHMS)]
     untied = Case("token_mean", 26, slices=2, untied=True)
     return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_slices"), [untied, *cases])
 

@@ -226,6 +226,9 @@ class RolloutConfig(OnePart):
     forbid_special_tokens: bool = False
     """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
     The learner's logprobs belong to the same narrowed distribution, so that importance ratios stay right."""
+    routing: Literal["replay", "ignore"] = "replay"
+    """Of a model with experts. replay: the engine records through which experts it has fed each token, and the learner
+    takes the same ones, with their weights from its own routers. ignore: the learner's routers choose by themselves."""
     max_groups_in_flight: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Groups that one worker keeps in flight at most; the buffer grants 2^20 at once, and admission may keep fewer."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.6

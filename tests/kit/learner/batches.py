@@ -55,6 +55,25 @@ def with_supports(batch: Batch, seed: int = 0) -> Batch:
     return replace(batch, groups=tuple(groups))
 
 
+def make_routed_batch(layers: int, experts: int, chosen: int) -> Batch:
+    """The batch of `make_batch` with random experts for every token. Answers to a question share those of the prompt,
+    but for the second answer to the second question.
+    """
+    rng = np.random.default_rng(5)
+    batch, groups = make_batch(), []
+
+    def draw(tokens: int) -> np.ndarray:
+        return rng.random((tokens, layers, experts)).argsort(-1)[..., :chosen].astype(np.uint8)
+
+    for index, group in enumerate(batch.groups):
+        of_prompt, rows = draw(len(group.prompt_tokens)), []
+        for number, row in enumerate(group.rows):
+            other = draw(len(of_prompt)) if (index, number) == (1, 1) else of_prompt
+            rows.append(replace(row, routing=np.concatenate([other, draw(len(row.tokens) - 1)])))
+        groups.append(replace(group, rows=tuple(rows)))
+    return replace(batch, groups=tuple(groups))
+
+
 def make_turns_row(text: str, turn_rewards: Sequence[float], reward: float, version: int = 0) -> Row:
     """A row of an episode. Each character is a token: `r` of a reply, `R` its last one, `.` not trained."""
     return replace(

@@ -30,7 +30,8 @@ from learner.loop.updater import Updater
 from learner.models.policy import full_parameters, save_policy
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
-from tests.kit.learner.batches import make_batch, make_episode_batch, with_supports
+from tests.kit.learner.batches import make_batch, make_episode_batch, make_routed_batch, with_supports
+from tests.kit.routing import CHOSEN, COUNT
 
 ALGORITHMS = {
     "token_mean": AlgorithmConfig(advantage="gae", whiten=True),
@@ -55,6 +56,10 @@ EPISODE_ALGORITHMS = {
     "episodes, gae": AlgorithmConfig(advantage="gae", whiten=True),
 }
 """The cases that train on episodes of several turns and rows."""
+EXPERT_ALGORITHMS = {
+    "experts": AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
+}
+"""The cases with a mixture of experts, whose routing is replayed; all but the whole batch with checkpointed layers."""
 
 WITH_SUPPORTS = ("constant", "episodes, gae")
 """The cases whose logprobs are over recorded ids, the reference's too."""
@@ -73,6 +78,8 @@ class Case(NamedTuple):
     """Whether the policy has a head of its own."""
 
     def model(self, folder: Path) -> Path:
+        if self.algorithm in EXPERT_ALGORITHMS:
+            return folder / "experts"
         return folder / "untied" if self.untied else folder / "model"
 
 
@@ -120,9 +127,11 @@ def learner_of(case: Case, lr: float = 1e-6, **changes: Any) -> LearnerConfig:
 def measure(model: Path, case: Case) -> dict[str, Any]:
     """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
     algorithm, model = case.algorithm, case.model(model.parent)
-    settings = {**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm]
+    settings = {**ALGORITHMS, **EPISODE_ALGORITHMS, **EXPERT_ALGORITHMS}[algorithm]
+    checkpoints = algorithm in EXPERT_ALGORITHMS and case.max_tokens < 4096
+    learner = learner_of(case, lr=1e-3, gradient_checkpointing=checkpoints)
     config = learner_config(
-        model, algorithm=settings, learner=learner_of(case, lr=1e-3), placement=placed(case),
+        model, algorithm=settings, learner=learner, placement=placed(case),
         task={"pretrain_path": model.parent / "texts.jsonl"} if settings.ptx_coef else {},
     )
     updater = Updater(config, torch.device("cpu"))
@@ -133,6 +142,8 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     batch = make_episode_batch() if algorithm in EPISODE_ALGORITHMS else make_batch()
     if algorithm in WITH_SUPPORTS:
         batch = with_supports(batch)
+    if algorithm in EXPERT_ALGORITHMS:
+        batch = make_routed_batch(layers=2, experts=COUNT, chosen=CHOSEN)
     packed = updater.pack(batch, batch_advantages(config, batch))
     (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
     losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)

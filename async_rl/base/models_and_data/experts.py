@@ -1,0 +1,83 @@
+"""Reads from a model folder which layers are mixtures of experts, without loading weights or transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.base.config import Config
+from async_rl.base.errors import ConfigError
+
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys of config.json for the number of experts that a router chooses from, by family."""
+_CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_EXPERT = re.compile(r"\blayers\.(\d+)\.(?:.+\.)?experts\.")
+"""The name of a weight of an expert. Shared experts, which every token uses, are called `shared_experts`."""
+
+HINT = "set rollout.routing: ignore, with which the learner's routers choose by themselves"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routers of a mixture of experts."""
+
+    layers: tuple[int, ...]
+    """The numbers of the layers that have a router, ascending; the other layers are dense."""
+    count: int
+    """The number of experts of a layer."""
+    per_token: int
+    """The number of experts that a router chooses for a token."""
+
+
+def recorded_experts(config: Config) -> Experts | None:
+    """Return the routers of the policy whose choices the engine records and the learner replays; None: there are none.
+    """
+    return experts_of(config.model.path) if config.rollout.routing == "replay" else None
+
+
+def experts_of(path: str) -> Experts | None:
+    """Return the routers of the model in the folder `path`; None: it has none.
+
+    Raises:
+        ConfigError: config.json and the names of the weights disagree on whether it has some, or it does not say how
+            many a token uses.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        return None  # whoever loads the model says what is missing
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    layers = {int(match[1]) for name in _weight_names(folder) if (match := _EXPERT.search(name))}
+    count, per_token = (_first_of(text, keys) for keys in (_COUNT_KEYS, _CHOSEN_KEYS))
+    if not layers and count < 2:
+        return None
+    if not layers or not count or not per_token:
+        raise ConfigError(
+            f"{folder}: in config.json a layer has {count} experts and a token uses {per_token} of them, and "
+            f"{len(layers)} layers have weights with `experts` in their names. This family is not known: {HINT}"
+        )
+    depth = text.get("num_hidden_layers", max(layers) + 1)  # later ones, as DeepSeek has, only predict further tokens
+    return Experts(tuple(sorted(layer for layer in layers if layer < depth)), count, per_token)
+
+
+def _first_of(config: dict[str, Any], keys: tuple[str, ...]) -> int:
+    """Return the value of the first key that is set; some families have a list with one value for each layer."""
+    value = next((config[key] for key in keys if config.get(key)), 0)
+    return max(value) if isinstance(value, list) else int(value)
+
+
+def _weight_names(folder: Path) -> Iterator[str]:
+    """Yield the names of all tensors: from the index of the weight files, or else from the headers of the files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        yield from json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            yield from json.loads(opened.read(size))

@@ -126,6 +126,10 @@ class TokenSets(PackedPerToken):
     """A set of token ids for each token of a row, a `Support`. All rows of a group have one, or none has."""
 
 
+class ExpertChoices(PackedPerToken):
+    """The experts of each token of a group's prompt and row but the last. All rows have them, or none has."""
+
+
 K = TypeVar("K", bound=Kind)
 
 
@@ -143,6 +147,9 @@ def kinds_of(declared: type, kind: type[K]) -> dict[str, K]:
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+RoutingArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+"""[tokens, layers, k] the numbers of experts, those of the model's layers that have a router. uint16 above 256 experts.
+"""
 
 
 
@@ -269,7 +276,7 @@ class Row:
     support: Annotated[Support | None, TokenSets()] = None
     """The ids that each token of the mask was drawn from, none for the others; then its behaviour logprob is over these
     ids. None: all tokens were drawn from the whole vocabulary, or `algorithm.support` is `ignore`."""
-    routing: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
+    routing: Annotated[RoutingArray | None, ExpertChoices()] = None
     """[P + T - 1, layers, k] the experts that each token of prompt and row was fed through when it was sampled, in the
     layers that have experts. The last token was not fed. None: the engine recorded none."""
     too_old: BoolArray | None = None

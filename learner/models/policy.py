@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from async_rl.base.config import Config, LearnerConfig, ModelConfig
@@ -142,8 +142,8 @@ def shard(
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
         if checkpoints:
-            contexts = {"context_fn": network.routing.checkpoint_contexts} if network.routing else {}
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+            contexts = network.routing.checkpoint_contexts if network.routing else noop_context_fn
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
     fully_shard(

@@ -4,6 +4,7 @@
                episodes: None if each of the N rows is the answer to a question, else see fields.py}
     array     [dtype, number of elements, little-endian bytes]
     support   [number of bytes, their zstd frame], None if no row has one: see packed.py
+    routing   [bytes of a number, layers, experts of a token, [number of bytes, their zstd frame]] or None: likewise
 
 A group of N rows is sent as columns, each with one row after the other, so that a few array operations check
 all rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
@@ -40,10 +41,11 @@ from async_rl.base.messages.fields import (
     unpack,
 )
 from async_rl.base.messages.limits import Limits
-from async_rl.base.messages.packed import pack_supports, read_supports
+from async_rl.base.messages.packed import pack_routing, pack_supports, read_routing, read_supports
 from async_rl.base.types import (
     BoolArray,
     EpisodeFacts,
+    ExpertChoices,
     FloatArray,
     Group,
     GroupFacts,
@@ -67,8 +69,9 @@ logprobs sent by mistake."""
 _GROUP = kinds_of(GroupFacts, Kind)
 _TOKEN_ARRAYS = kinds_of(Row, PerToken)
 _TOKEN_SETS = kinds_of(Row, TokenSets)
+_EXPERT_CHOICES = kinds_of(Row, ExpertChoices)
 _ROW = kinds_of(Row, Scalar)
-_MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_TOKEN_SETS, *_ROW, "episodes")
+_MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_TOKEN_SETS, *_EXPERT_CHOICES, *_ROW, "episodes")
 _GROUP_FIELDS = frozenset(_MESSAGE_FIELDS)
 assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has the name of one of Row"
 
@@ -101,6 +104,7 @@ def encode_group(group: Group) -> bytes:
             "lengths": pack_array(np.array([len(row.tokens) for row in rows], INT32)),
             **{name: pack_array(array) for name, array in arrays.items()},
             **{name: pack_supports(name, rows) for name in _TOKEN_SETS},
+            **{name: pack_routing(name, group) for name in _EXPERT_CHOICES},
             **{
                 name: pack_field([getattr(row, name) for row in rows])
                 for name, pack_field in _PACK_ROWS.items()
@@ -180,8 +184,8 @@ def decode_group(data: bytes | memoryview, limits: Limits) -> Group:
 def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rows.
 
-    A valid message has exactly the known fields, each as it is declared, sizes within `limits`, and a baseline
-    and supports if they need them. The arrays of each row have equal length T >= 1, and its versions start at
+    A valid message has exactly the known fields, each as it is declared, sizes within `limits`, and a baseline,
+    supports and routing if they need them. The arrays of each row have equal length T >= 1, and its versions start at
     start_version or later and do not decrease. Its last token is trained, and the logprob of a masked token is 0.
     Episodes meet `check_episodes`. Otherwise this raises WireError, which names the field and the value.
     """
@@ -211,7 +215,9 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
         )
         if limits.needs_support and rows[name] is None:
             raise fields.refuse(name, "the ids that each token was drawn from: rollout.top_p, top_k or min_p is set")
-    if not len(facts.prompt_tokens):
+    num_prompt = len(facts.prompt_tokens)
+    rows |= {name: read_routing(fields, name, num_prompt, lengths, limits) for name in _EXPERT_CHOICES}
+    if not num_prompt:
         _check_no_prompt(limits.max_prompt_tokens, rows["mask"], lengths)
     rows |= {name: read(fields, len(lengths)) for name, read in _READ_ROWS.items()}
     of_episodes = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.base.config import Config
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.types import (
     MAX_METRICS,
     MAX_NAME_CHARS,
@@ -29,6 +30,8 @@ MAX_COLUMN_BYTES = 2**29
 """The largest packed column of a group before compression (messages/packed.py)."""
 VARINT_BYTES = 4
 """The longest varint in it, of a number below 2^28."""
+MAX_EXPERTS = 2**16
+"""The most experts of a layer."""
 MESSAGE_BYTES = 64
 """The most bytes of a prompt's chat messages per token that it may have. An average token has about 4."""
 
@@ -83,9 +86,17 @@ class Limits:
     """Whether each of these ids must have its logprob."""
     max_support_ids: int = 0
     """The most ids that a token was drawn from; 0: a group may have no supports."""
+    needs_routing: bool = False
+    """Whether a group must have the experts of each token: one from before a resume may have none."""
+    num_experts: int = 0
+    """The experts of a layer; 0: a group may have no routing."""
+    router_layers: int = 0
+    """The layers with a router; 0: any number, as of the experts of a token."""
+    experts_per_token: int = 0
 
     @classmethod
     def from_config(cls, config: Config) -> Limits:
+        experts = recorded_experts(config)
         return cls(
             group_size=config.rollout.group_size,
             fewest_episodes=config.fewest_episodes,
@@ -97,6 +108,10 @@ class Limits:
             needs_support=config.records_support,
             needs_support_logprobs=config.algorithm.loss_entry.needs_heads,
             max_support_ids=(config.rollout.top_k or MAX_VOCABULARY) if config.records_support else 0,
+            needs_routing=experts is not None,
+            num_experts=experts.count if experts else 0,
+            router_layers=len(experts.layers) if experts else 0,
+            experts_per_token=experts.per_token if experts else 0,
         )
 
     @classmethod
@@ -112,6 +127,7 @@ class Limits:
         return cls(
             group_size=num_episodes or size, fewest_episodes=num_episodes or 1, max_rows=size, max_turns=size,
             max_prompt_tokens=size, max_response_tokens=size, max_support_ids=MAX_VOCABULARY,
+            num_experts=MAX_EXPERTS,
         )  # fmt: skip
 
     @property
@@ -123,11 +139,13 @@ class Limits:
     def max_group_bytes(self) -> int:
         """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest.
 
-        Supports may have more than all of it.
+        Supports and routing may have more than all of it.
         """
         of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
         of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0
         of_prompt = (4 + MESSAGE_BYTES) * self.max_prompt_tokens
+        choices = (1 if self.num_experts <= 256 else 2) * self.router_layers * self.experts_per_token
+        of_routing = self.max_rows * (self.max_prompt_tokens + self.max_response_tokens) * choices
         # What zstd can't compress grows by less than 1 %.
         of_supports = most_support_bytes(self.max_rows * self.max_response_tokens, self.max_support_ids)
-        return _GROUP_BYTES + of_prompt + of_rows + of_episodes + of_supports * 101 // 100
+        return _GROUP_BYTES + of_prompt + of_rows + of_episodes + (of_supports + of_routing) * 101 // 100

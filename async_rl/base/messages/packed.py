@@ -4,12 +4,15 @@
     Support    a size for each token, then for each id its difference to the one before it in its set (the first: to 0);
                then, if they are recorded, for each id -logprob in steps of 2^-16 nats; all as varints (LEB128: seven
                bits a byte, the lowest first, the eighth bit set where more follow)
+    routing    the experts [P + T - 1, layers, k] of each row, one row after the other; those of the prompt as
+               differences to the first row's, which are mostly 0
 
 Reading one never takes more memory than its limit: the size comes first, and zstd writes no byte beyond it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +21,8 @@ import numpy.typing as npt
 
 from async_rl.base.errors import WireError
 from async_rl.base.messages.fields import Fields, refuse_element
-from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, VARINT_BYTES, most_support_bytes
-from async_rl.base.types import BoolArray, IntArray, Row, Support
+from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, VARINT_BYTES, Limits, most_support_bytes
+from async_rl.base.types import BoolArray, Group, IntArray, RoutingArray, Row, Support
 
 PER_NAT = 2**16
 """Steps a nat in which logprobs of ids are rounded."""
@@ -74,7 +77,8 @@ def read_supports(
         return None
     if not max_ids:
         raise fields.refuse(name, "None: nothing narrows what this run samples, or algorithm.support is ignore")
-    numbers = from_varints(fields, name, decompress(fields, name, most_support_bytes(len(tokens), max_ids)))
+    data = decompress(fields, name, fields.value(name), most_support_bytes(len(tokens), max_ids))
+    numbers = from_varints(fields, name, data)
     sizes, steps = np.split(numbers, [len(tokens)])
     has_logprobs = len(steps) > 0 and 2 * int(sizes.sum()) == len(steps)
     if needs_logprobs and not has_logprobs:
@@ -105,23 +109,83 @@ def read_supports(
     return Support(ids.astype(np.int32), offsets, logprobs)
 
 
+def pack_routing(name: str, group: Group) -> list[Any] | None:
+    """Return the routing of a group's rows as [bytes of a number, layers, k, column]; None if no row has one.
+
+    WireError: some rows have one and others have none, or they are not of one shape, or too large for a message.
+    """
+    routings: list[RoutingArray | None] = [getattr(row, name) for row in group.rows]
+    some = next((routing for routing in routings if routing is not None), None)
+    if some is None:
+        return None
+    num_prompt = len(group.prompt_tokens)
+    parts: list[RoutingArray] = []
+    for i, (row, routing) in enumerate(zip(group.rows, routings, strict=True)):
+        shape = (num_prompt + len(row.tokens) - 1, *some.shape[1:])
+        if routing is None or routing.shape != shape or routing.dtype != some.dtype or routing.ndim != 3:
+            found = None if routing is None else (routing.dtype.name, *routing.shape)
+            raise WireError(f"rows[{i}].{name}: must be {some.dtype.name} {shape}, got {found}")
+        parts += [routing[:num_prompt] - some[:num_prompt] if parts else routing[:num_prompt], routing[num_prompt:]]
+    data = np.concatenate(parts).astype(some.dtype.newbyteorder("<"), copy=False).tobytes()
+    return [some.itemsize, *some.shape[1:], compress(name, data)]
+
+
+def read_routing(
+    fields: Fields, name: str, num_prompt: int, lengths: Sequence[int], limits: Limits
+) -> list[RoutingArray | None]:
+    """Read the column of `pack_routing`: the routing of each row, None if the group has none.
+
+    Its layers, experts of a token and numbers are the model's. Otherwise this raises WireError.
+    """
+    column = fields.value(name)
+    if column is None:
+        if limits.needs_routing:
+            raise fields.refuse(name, "the experts of each token: the model has some, and rollout.routing is replay")
+        return [None] * len(lengths)
+    if not isinstance(column, list) or len(column) != 4 or not all(type(number) is int for number in column[:3]):
+        raise fields.refuse(name, "None, or a list of the bytes of a number, layers, experts of a token, and a column")
+    *sizes, packed = column
+    if not limits.num_experts:
+        raise fields.refuse(name, "None: the model has no experts, or rollout.routing is ignore")
+    if limits.router_layers:
+        expected = [1 if limits.num_experts <= 256 else 2, limits.router_layers, limits.experts_per_token]
+        if sizes != expected:
+            raise fields.refuse(name, f"{expected} as bytes of a number, layers and experts of a token", sizes)
+    elif sizes[0] not in (1, 2) or min(sizes) < 1:
+        raise fields.refuse(name, "1 or 2 as bytes of a number, and some layers and experts of a token", sizes)
+    tokens = [num_prompt + length - 1 for length in lengths]
+    size = sum(tokens) * math.prod(sizes)
+    data = decompress(fields, name, packed, min(size, MAX_COLUMN_BYTES))
+    if len(data) != size:
+        raise fields.refuse(name, f"{size} bytes", len(data))
+    whole = np.frombuffer(data, f"<u{sizes[0]}").astype(f"u{sizes[0]}", copy=False).reshape(-1, *sizes[1:])
+    routings = list(np.split(whole, np.cumsum(tokens)[:-1]))
+    for i, routing in enumerate(routings[1:], 1):
+        routings[i] = np.concatenate([routing[:num_prompt] + routings[0][:num_prompt], routing[num_prompt:]])
+    for i, routing in enumerate(routings):
+        if routing.size and (largest := int(routing.max())) >= limits.num_experts:
+            raise fields.refuse(f"rows[{i}].{name}", f"0..{limits.num_experts - 1}, the numbers of experts", largest)
+        routing.flags.writeable = False
+    return list(routings)
+
+
 def compress(name: str, data: bytes) -> list[Any]:
     """Return data as a column. WireError: it is larger than a message may have."""
     import pyarrow as pa  # most runs have no such column, and importing it takes 0.2 s in each process
 
     if len(data) > MAX_COLUMN_BYTES:
         raise WireError(
-            f"{name}: {len(data)} bytes in one group, allowed at most {MAX_COLUMN_BYTES}. Lower rollout.top_p or "
-            "rollout.group_size, or set rollout.top_k or rollout.min_p"
+            f"{name}: {len(data)} bytes in one group, allowed at most {MAX_COLUMN_BYTES}. Lower rollout.group_size or, "
+            "for support, rollout.top_p; or set rollout.top_k or rollout.min_p, or algorithm.support or "
+            "rollout.routing to ignore"
         )
     return [len(data), pa.compress(data, codec="zstd", asbytes=True)]
 
 
-def decompress(fields: Fields, name: str, most_bytes: int) -> bytes:
-    """Read the data of a column, at most `most_bytes` of it."""
+def decompress(fields: Fields, name: str, column: Any, most_bytes: int) -> bytes:
+    """Read the data of a column of field `name`, at most `most_bytes` of it."""
     import pyarrow as pa
 
-    column = fields.value(name)
     if not isinstance(column, list) or len(column) != 2 or not isinstance(column[1], bytes):
         raise fields.refuse(name, "None, or a list of the number of bytes and a zstd frame")
     size, frame = column

@@ -147,9 +147,8 @@ def kinds_of(declared: type, kind: type[K]) -> dict[str, K]:
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-RoutingArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
-"""[tokens, layers, k] the numbers of experts, those of the model's layers that have a router. uint16 above 256 experts.
-"""
+RoutingArray = npt.NDArray[Any]
+"""[tokens, layers, k] the experts of tokens in those layers that have a router; uint8, or uint16 above 256 experts."""
 
 
 

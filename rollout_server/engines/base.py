@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from async_rl.base.config import Config, Sampling
-from async_rl.base.types import FloatArray, IntArray, Prompt, Support
+from async_rl.base.types import FloatArray, IntArray, Prompt, RoutingArray, Support
 
 _GREEDY_TEMPERATURE = 1e-4
 """Temperature of greedy replies. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
@@ -59,6 +59,8 @@ class GenerationRequest:
     """Whether the replies must have a `support`. Their logprobs are over it then."""
     wants_support_logprobs: bool = False
     """Whether the support must have the logprob of each of its ids."""
+    wants_routing: bool = False
+    """Whether the replies must have a `routing`."""
 
     @property
     def key(self) -> str:
@@ -68,7 +70,8 @@ class GenerationRequest:
     def greedy(self) -> GenerationRequest:
         """Return the request for greedy replies."""
         sampling = Sampling(_GREEDY_TEMPERATURE)
-        return replace(self, **sampling._asdict(), wants_support=False, wants_support_logprobs=False)
+        unwanted = dict.fromkeys(("wants_support", "wants_support_logprobs", "wants_routing"), False)
+        return replace(self, **sampling._asdict(), **unwanted)
 
     @property
     def sampling(self) -> Sampling:
@@ -89,11 +92,17 @@ class SampledReply:
     support: Support | None = None
     """The ids that each token was drawn from; None unless the request wants it."""
 
+    routing: RoutingArray | None = None
+    """[P + T - 1, layers, k] the experts that each token of prompt and reply was fed through first, whatever a later
+    version would choose; the last token was not fed. None unless the request wants them."""
+
     def cut(self, length: int) -> SampledReply:
         """Return the first `length` tokens as a reply that has been stopped."""
+        dropped = len(self.tokens) - length
         return replace(
             self, tokens=self.tokens[:length], logprobs=self.logprobs[:length], versions=self.versions[:length],
             finish_reason="stop", support=self.support and self.support.cut(0, length),
+            routing=None if self.routing is None else self.routing[: len(self.routing) - dropped],
         )
 
 

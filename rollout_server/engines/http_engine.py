@@ -24,7 +24,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ProcessDiedError
 from async_rl.base.models_and_data.model_folder import end_tokens
 from async_rl.base.network import authorization
-from async_rl.base.types import IntArray, Support
+from async_rl.base.types import IntArray, RoutingArray, Support
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply, check_prompt
 from rollout_server.engines.server_process import ServerProcess, server_seed
 
@@ -190,6 +190,8 @@ class OpenReply:
     """The ids that each token was drawn from, ascending, if the request wants them."""
     set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """The logprobs of these ids, if the request wants them too."""
+    fed: list[RoutingArray] = field(default_factory=list)
+    """[n, layers, k] each: the experts of the tokens of the prompt and the reply but the last, in their order."""
     finish_reason: str = ""
     """`stop` or `length`; empty until the reply has ended."""
     sample: int = 0
@@ -200,7 +202,15 @@ class OpenReply:
             tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
             support=Support.of_arrays(self.sets, self.set_logprobs) if self.sets else None,
+            routing=np.concatenate(self.fed) if self.fed else None,
         )
+
+    def add_routing(self, routing: RoutingArray) -> None:
+        """Append the experts of those tokens for which there are none yet: `routing` is of all tokens but the last.
+
+        After an abort the server computes the tokens so far again, maybe with newer weights. Theirs are as sampled.
+        """
+        self.fed.append(routing[sum(map(len, self.fed)) :])
 
     def extend(
         self, tokens: list[int], logprobs: list[float], spans: list[dict[str, Any]] | None, end: str,

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import numpy as np
 
 from async_rl.base.telemetry.metrics import ENDED_EPISODES, Metric
-from async_rl.base.types import BoolArray, EpisodeEnd, EpisodeFacts, FloatArray, IntArray, Row, Support
+from async_rl.base.types import (
+    BoolArray,
+    EpisodeEnd,
+    EpisodeFacts,
+    FloatArray,
+    IntArray,
+    RoutingArray,
+    Row,
+    Support,
+)
 
 if TYPE_CHECKING:
     from rollout_server.episodes.conversation.chat_messages import Message
@@ -37,6 +46,9 @@ class WholeRow:
     """`stop` or `length`: why the last reply ended."""
     support: Support | None = None
     """[S] the ids that each token of the mask was drawn from, if the engine has recorded them."""
+    routing: RoutingArray | None = None
+    """[S - 1, layers, k] the experts that each token but the last was fed through first, if the engine has recorded
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +182,8 @@ def _row(
     return Row(
         tokens=row.tokens[num_prompt:], logprobs=row.logprobs[num_prompt:], versions=row.versions[num_prompt:],
         mask=row.mask[num_prompt:], reward=reward, finish_reason=row.finish_reason,
-        rewards=rewards, turn_ends=turn_ends, turn_rewards=turn_rewards,
         support=row.support and row.support.cut(num_prompt, len(row.tokens)),
+        rewards=rewards, turn_ends=turn_ends, turn_rewards=turn_rewards, routing=row.routing,
     )  # fmt: skip
 
 

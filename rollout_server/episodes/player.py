@@ -102,4 +102,5 @@ def _row(prompt: IntArray, reply: SampledReply) -> WholeRow:
         mask=np.arange(length + len(reply.tokens)) >= length, num_start_tokens=length,
         support=reply.support and Support.joined([Support.none(length), reply.support]),
         turn_ends=(length + len(reply.tokens) - 1,), turn_rewards=(0.0,), finish_reason=reply.finish_reason,
+        routing=reply.routing,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from functools import partial
 from async_rl.base.config import Config
 from async_rl.base.errors import RewardError, first_error
 from async_rl.base.messages.reports import WorkerReport
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.telemetry.metrics import TIME, Metric
 from async_rl.base.telemetry.nvml import GpuSampler
 from async_rl.base.telemetry.status import Status
@@ -97,6 +98,7 @@ class Worker(EvalWorker):
     def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str) -> None:
         super().__init__(config, player)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
+        self._wants_routing = recorded_experts(config) is not None
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
         self._granted = 0
@@ -204,6 +206,7 @@ class Worker(EvalWorker):
             max_tokens=self._config.rollout.max_response_tokens,
             **self._config.rollout.sampling._asdict(), wants_support=self._config.records_support,
             wants_support_logprobs=self._config.algorithm.loss_entry.needs_heads,
+            wants_routing=self._wants_routing,
         )
         try:
             episodes, baseline = await self._play(request)

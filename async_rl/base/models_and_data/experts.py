@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 
@@ -32,6 +34,11 @@ class Experts:
     """The number of experts of a layer."""
     per_token: int
     """The number of experts that a router chooses for a token."""
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.uint16]:
+        """The type of the numbers of experts in a record."""
+        return np.uint8 if self.count <= 256 else np.uint16
 
 
 def recorded_experts(config: Config) -> Experts | None:

@@ -52,6 +52,8 @@ class EngineEntry:
     records_support: bool = False
     """It gives the ids that each token was drawn from where rollout.top_p, top_k or min_p leave some out, and logprobs
     over them (GenerationRequest.wants_support)."""
+    records_routing: bool = False
+    """Its replies have the experts of each token (rollout.routing), where the model has some."""
     parses_tool_calls: bool = False
     """A server has the parsers of tool calls that rollout.tool_parser names, at SGLang's /parse_function_call."""
     packages: tuple[str, ...] = ()
@@ -132,6 +134,7 @@ ENGINES: dict[str, EngineEntry] = {
         rebuilds_weights=True,
         quantises_by=("quantization",),
         releases_memory=True,
+        records_routing=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
         forbids_tokens=True,
@@ -139,6 +142,7 @@ ENGINES: dict[str, EngineEntry] = {
         sets_flags=(
             "model-path", "host", "port", "weight-version", "served-model-name", "tp-size", "custom-weight-loader",
             "sampling-mask-max-tokens",
+            "enable-return-routed-experts",
         ),
         parses_tool_calls=True,
         packages=("sglang",),
@@ -171,6 +175,7 @@ ENGINES: dict[str, EngineEntry] = {
         staging=("device",),
         forbids_tokens=True,
         records_support=True,
+        records_routing=True,
         rebuilds_weights=True,
         computes_in_worker=True,
     ),

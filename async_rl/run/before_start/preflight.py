@@ -19,6 +19,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.hub import check_login
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
 from async_rl.base.models_and_data.model_folder import (
@@ -35,6 +36,7 @@ from async_rl.base.models_and_data.row_files import files_of
 from async_rl.base.ports import check_ports
 from async_rl.base.run_dir.checkpoints import check_measured
 from async_rl.base.run_dir.free_space import check_disk
+from async_rl.base.seams.engines import ENGINES
 from async_rl.base.seams.lookup import import_object
 from async_rl.run.before_start.gpus import check_gpu_driver, check_memory
 from async_rl.run.processes.placement import (
@@ -232,6 +234,13 @@ def check_model(config: Config) -> None:
     """Check that the engine rollout.engine can serve the model in model.path. Raises ConfigError if not."""
     if reason := config.rollout.engine_entry.why_model_refused(config):
         raise ConfigError(f"rollout.engine {config.rollout.engine} can't serve {config.model.path}: {reason}")
+    if recorded_experts(config) and not config.rollout.engine_entry.records_routing:
+        others = ", ".join(name for name, entry in ENGINES.items() if entry.records_routing)
+        raise ConfigError(
+            f"rollout.routing must be ignore with rollout.engine {config.rollout.engine} and {config.model.path}, a "
+            "mixture of experts: this engine does not say which experts it has used, so the learner's routers must "
+            f"choose by themselves. Or take an engine that does: {others}"
+        )
 
 
 def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from async_rl.base.types import Support
+from async_rl.base.models_and_data.routing import Routing
+from async_rl.base.types import RoutingArray, Support
 from rollout_server.engines.base import GenerationRequest, SampledReply, StopTexts
 
 PREFILL_TOKENS = 16_384
@@ -112,6 +114,9 @@ class _OpenReply:
     """The ids that each token was drawn from, if the request wants them."""
     set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """The logprobs of these ids, if the request wants them too."""
+    fed: list[RoutingArray] = field(default_factory=list)
+    """[n, layers, k] each: the experts of the prompt, then of each token that was fed, in the order of their first
+    forward passes."""
     done: bool = False
 
     @property
@@ -129,13 +134,15 @@ class DecodingBatch:
 
     Args:
         forbidden: the tokens that are not sampled; logprobs are of the distribution without them.
+        routing: the routers of `model`, whose choices are recorded for requests that want them.
     """
 
     def __init__(
         self, model: PreTrainedModel, end_tokens: frozenset[int], forbidden: Sequence[int] = (),
-        stop: StopTexts | None = None,
+        stop: StopTexts | None = None, routing: Routing | None = None,
     ) -> None:
         self._model = model
+        self._routing = routing
         self._forbidden = torch.tensor(forbidden, dtype=torch.long, device=model.device)
         self._end_tokens = end_tokens
         self._stop = stop
@@ -158,9 +165,10 @@ class DecodingBatch:
         """Add groups: prefill each prompt, sample each reply's first token; return the groups complete with that."""
         complete: list[OpenRequest] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
-            cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
+            cache, logits, fed = self._prefill([group.request.prompt.tokens for group in chunk])
             source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
             rows = [_new_row(group, sample) for group in chunk for sample in range(group.request.n)]
+            _note(rows, None if fed is None else [fed[i, -len(chunk[i].request.prompt.tokens) :] for i in source])
             complete += self._record(rows, logits[source], version, _sampling(rows, logits.device))
             keep = [i for i, row in enumerate(rows) if not row.done]
             if keep:
@@ -179,7 +187,8 @@ class DecodingBatch:
         newest = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
         positions = torch.tensor([[row.length] for row in self._rows], device=device)
         mask = _mask([row.length + 1 for row in self._rows], self._cache[0].end + 1, device)
-        logits = self._forward(newest, positions, self._cache, mask)
+        logits, fed = self._forward(newest, positions, self._cache, mask)
+        _note(self._rows, fed)
         if self._sampling is None:
             self._sampling = _sampling(self._rows, device)
         return self._record(self._rows, logits, version, self._sampling)
@@ -189,11 +198,13 @@ class DecodingBatch:
         rows = [row for row in self._retracted if not row.group.cancelled]
         self._retracted = []
         for chunk in _chunks(rows, [row.length for row in rows]):
-            cache, _ = self._prefill([row.cached_tokens for row in chunk])
+            cache, *_ = self._prefill([row.cached_tokens for row in chunk])
             self._join(chunk, cache)
 
-    def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
-        """Run the model over the prompts, padded on the left; return their KV cache and next-token logits [B, V]."""
+    def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor, RoutingArray | None]:
+        """Run the model over the prompts, padded on the left; return their KV cache, next-token logits [B, V], and
+        experts [B, S, layers, k].
+        """
         device = self._model.device
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
@@ -202,11 +213,11 @@ class DecodingBatch:
             tokens[i, width - len(prompt) :] = prompt
             positions[i, width - len(prompt) :] = np.arange(len(prompt))
         cache = [WindowLayer() for _ in range(self._model.config.get_text_config().num_hidden_layers)]
-        logits = self._forward(
+        logits, fed = self._forward(
             torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), cache,
             _mask(lengths, width, device),
         )
-        return cache, logits
+        return cache, logits, fed
 
     def _forward(
         self,
@@ -214,13 +225,19 @@ class DecodingBatch:
         positions: Tensor,  # [B, S]
         cache: list[WindowLayer],
         mask: Tensor | None,  # [B, cached + S]
-    ) -> Tensor:
-        """Run the model, add the tokens' KV to `cache`, and return the logits after the last column [B, V]."""
-        output = self._model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions,
+    ) -> tuple[Tensor, RoutingArray | None]:
+        """Run the model, add the tokens' KV to `cache`, and return the logits after the last column [B, V], and the
+        experts of the tokens [B, S, layers, k], None without `routing`.
+        """
+        compute = partial(
+            self._model, input_ids=tokens, attention_mask=mask, position_ids=positions,
             past_key_values=Cache(layers=[*cache]), use_cache=True, logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        if self._routing is None:
+            return compute().logits[:, -1], None
+        with self._routing.recording() as chosen:
+            logits = compute().logits[:, -1]
+        return logits, chosen().unflatten(0, tokens.shape).cpu().numpy().astype(self._routing.experts.dtype)
 
     def _record(
         self,
@@ -275,6 +292,13 @@ class DecodingBatch:
             self._rows = [self._rows[i] for i in keep]
             _keep(self._cache, keep, max(row.length for row in self._rows))
             self._sampling = None
+
+
+def _note(rows: list[_OpenReply], fed: Sequence[RoutingArray] | RoutingArray | None) -> None:
+    """Note the experts of each row's tokens [n, layers, k], `fed` [rows], where its request wants them."""
+    for row, experts in zip(rows, () if fed is None else fed, strict=fed is not None):
+        if row.group.request.wants_routing and not row.done:
+            row.fed.append(experts)
 
 
 def _new_row(group: OpenRequest, sample: int) -> _OpenReply:
@@ -342,6 +366,7 @@ def _sampled_reply(row: _OpenReply, finish_reason: str) -> SampledReply:
         versions=np.array(row.versions, dtype=np.int32),
         finish_reason=finish_reason,
         support=Support.of_arrays(row.sets, row.set_logprobs) if row.sets else None,
+        routing=np.concatenate(row.fed) if row.fed else None,
     )
 
 

@@ -33,8 +33,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.base.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.model_folder import end_tokens, forbidden_tokens, load_tokenizer, weight_files
 from async_rl.base.models_and_data.model_loading import quiet_loading
+from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.network import authorization
 from async_rl.base.ports import open_listener
 from async_rl.base.weights.broadcast import Receiver
@@ -82,7 +84,10 @@ class HFEngine:
         texts, path = self._config.rollout.stop, self._config.model.path
         stop = StopTexts(texts, await asyncio.to_thread(load_tokenizer, path)) if texts else None
         forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
-        self.training, self.evaluation = (DecodingBatch(self.model, ends, forbidden, stop) for _ in range(2))
+        experts = await asyncio.to_thread(recorded_experts, self._config)
+        routing = Routing(self.model, experts) if experts else None
+        self.training = DecodingBatch(self.model, ends, forbidden, stop, routing)
+        self.evaluation = DecodingBatch(self.model, ends, forbidden, stop)
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
         self._thread.start()
         self.endpoints = WeightEndpoints(

@@ -8,7 +8,9 @@ has enable-deterministic-inference (GPUs only).
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +21,10 @@ import psutil
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.errors import WeightSyncError
+from async_rl.base.errors import AsyncRLError, WeightSyncError
+from async_rl.base.models_and_data.experts import Experts, recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens
+from async_rl.base.types import RoutingArray
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key
@@ -36,6 +40,8 @@ class SGLangEngine(HttpEngine):
         """The most ids that the server gives for a token; 0: it gives none."""
 
     async def open_server(self, model: Any, on_gpu: bool) -> None:
+        self.experts = await asyncio.to_thread(recorded_experts, self._config)
+        self.num_layers = int(model.num_hidden_layers)
         self.forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         if url := self._config.rollout.server_url:
             admin = SGLangAdmin(self._config, url)
@@ -70,6 +76,9 @@ class SGLangEngine(HttpEngine):
                 reply, response, request.max_tokens, self.end_tokens, stop, may_abort=self.resubmits,
                 wants_support=request.wants_support, wants_support_logprobs=request.wants_support_logprobs,
             )
+            if self.experts and request.wants_routing and response["output_ids"]:
+                num_fed = len(request.prompt.tokens) + len(reply.tokens) - 1
+                reply.add_routing(read_routing(response, self.experts, self.num_layers, num_fed))
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}
@@ -114,6 +123,18 @@ def attach_server(admin: SGLangAdmin, config: Config, support_ids: int = 0) -> N
             f"a server of SGLang 0.5.21 or newer with --sampling-mask-max-tokens {support_ids} or more",
             f"It gives {most} of the ids that a token was drawn from (algorithm.support replay). Or set "
             f"algorithm.support: ignore{f', or rollout.top_k: {most}' if most else ''}.",
+        )
+        records = recorded_experts(config) is not None
+        check(
+            not records or bool(admin.server_info().get("enable_return_routed_experts")), "rollout.server_url",
+            admin.url, "a server with --enable-return-routed-experts for rollout.routing replay",
+            "Else it does not say which experts it has used. Or set rollout.routing: ignore.",
+        )
+        check(
+            not records or config.weight_sync.on_update != "retract", "weight_sync.on_update", "retract",
+            "another policy with rollout.server_url, rollout.routing replay and a mixture of experts",
+            "After a retraction SGLang returns the experts of its newest weights for all tokens. Or set "
+            "rollout.routing: ignore.",
         )
         admin.resume()  # an earlier run may have left the server paused in the middle of a push
         admin.abort_all()
@@ -191,8 +212,34 @@ def request_body(
         ],
         **({"return_sampling_mask": True} if request.wants_support else {"return_logprob": True}),
         **({"sampling_logprobs_mode": "support"} if request.wants_support_logprobs else {}),
+        **({"return_routed_experts": True} if request.wants_routing else {}),
         "extra_key": cache_key(request), "priority": priority,
     }
+
+
+def read_routing(response: dict[str, Any], experts: Experts, num_layers: int, num_fed: int) -> RoutingArray:
+    """Return the experts in the server's response, [num_fed, layers, k], of the layers that have a router.
+
+    Args:
+        num_layers: all layers of the model.
+        num_fed: the number of tokens of prompt and reply that were fed, all but the last.
+
+    Raises:
+        AsyncRLError: the response has none, of another shape, or of experts that the model does not have.
+    """
+    data = base64.b64decode(response["meta_info"].get("routed_experts") or "")
+    expected = (num_fed, num_layers, experts.per_token)
+    if len(data) != 4 * math.prod(expected):
+        raise AsyncRLError(
+            f"the rollout server must send the experts of {num_fed} tokens, {num_layers} layers with "
+            f"{experts.per_token} each, as 32-bit numbers, got {len(data)} bytes. Set rollout.routing: ignore"
+        )
+    routing = np.frombuffer(data, "<i4").reshape(expected)[:, list(experts.layers)]
+    if routing.min() < 0 or routing.max() >= experts.count:
+        raise AsyncRLError(
+            f"the rollout server must send experts 0..{experts.count - 1}, got {routing.min()}..{routing.max()}"
+        )
+    return routing.astype(experts.dtype)
 
 
 def extend_reply(

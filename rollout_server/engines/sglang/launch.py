@@ -28,6 +28,7 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.cores import server_threads
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.network import api_key
 from async_rl.base.seams.lookup import doc_page
 from rollout_server.engines.base import graph_replies, kv_token_bytes, kv_tokens
@@ -38,6 +39,8 @@ from rollout_server.engines.sglang.admin import BASE_VARIABLE, SWAP
 
 _READ_FROM_CONFIG = {"Gemma2ForCausalLM": "hidden_act"}
 """By architecture, a key of config.json that SGLang needs and that transformers 5 leaves out of the files it writes."""
+_ALL_SPARSE = ("Qwen3MoeForCausalLM",)
+"""The architectures that SGLang 0.5.21 builds with experts in every layer, whatever the config says."""
 _UNREADABLE = "gpt-oss"
 """The parser that needs more than a reply: `<|start|>assistant`, which the template writes, and the end `<|call|>`."""
 _RESERVED_TOKENS = 8
@@ -91,6 +94,11 @@ def why_refused(config: Config) -> str:
             "with speculative-algorithm in rollout.server_args it does not say which tokens rollout.top_p, top_k and "
             "min_p keep. Set algorithm.support: ignore, or leave it out"
         )
+    if recorded_experts(config) and _user_flags(config).get("chunked-prefill-size") == -1:
+        return (
+            "it can't record experts (rollout.routing replay) with chunked-prefill-size -1 in rollout.server_args: its "
+            "record has too few rows. Leave it out, or set rollout.routing: ignore"
+        )
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         gpu = "pip install 'async-rl[sglang-gpu]'"
@@ -113,6 +121,13 @@ def why_refused(config: Config) -> str:
             return f"it has no implementation of {name}, and can't run that of transformers. Set rollout.engine: hf"
     if config.weight_sync.double_buffer != "none" and getattr(model, "quantization_config", None):
         return "its weights are quantised, and those can't be staged. Set weight_sync.double_buffer: none"
+    if name in _ALL_SPARSE and (experts := experts_of(config.model.path)):
+        dense = sorted(set(range(model.get_text_config().num_hidden_layers)) - set(experts.layers))
+        if dense:
+            return (
+                f"its {name} has experts in every layer, but layers {', '.join(map(str, dense))} of this model have "
+                "none (mlp_only_layers, decoder_sparse_step): it would compute other numbers. Set rollout.engine: hf"
+            )
     key = _READ_FROM_CONFIG.get(name, "")
     if key and not hasattr(model, key):
         return f"its {name} needs the key {key} in config.json. Add the key, or set rollout.engine: hf"
@@ -152,6 +167,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         # With speculative decoding server_changes.py does not know how many tokens of a forward count.
         "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }
+    flags |= {"enable-return-routed-experts": True} if recorded_experts(config) else {}
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.gpu_memory_utilization, "tp-size": config.placement.rollout.tp}
         flags |= {"enable-memory-saver": True} if config.shares_gpus else {}

@@ -7,6 +7,8 @@
     compact pushes     Parcels (weight_sync.lora adapter, weight_sync.delta) are made whole before SGLang loads them.
     pause in place     The forward under way is read before the pause returns, see `_read_and_pause`.
     CPU                One attention call for many short sequences, and a paused scheduler that sleeps.
+    routing            The experts of each token are those of its first forward, also after a retraction; and they are
+                       recorded on a CPU, and for models whose routers do not know their layer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.broadcast import abort_when_told, receive_announced
 from async_rl.base.weights.parcels import Rebuilder, checksum, holds_nan, is_parcel, value_sums
 from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
-from rollout_server.engines.sglang import staged_weights
+from rollout_server.engines.sglang import recorded_routing, staged_weights
 from rollout_server.engines.sglang.admin import BASE_VARIABLE
 from rollout_server.engines.sglang.decode_attention import decode_attention
 
@@ -56,6 +58,7 @@ def install() -> None:
     Scheduler.process_batch_result = _process_once
     Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
     ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
+    recorded_routing.install()
 
 
 def _join_and_listen(

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from async_rl.base.types import IntArray, Support
+from async_rl.base.types import IntArray, RoutingArray, Support
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.chat_messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.conversation.rendering import TurnRenderer
@@ -478,7 +478,24 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
         turn_ends=tuple(turn_ends),
         turn_rewards=tuple(turn_rewards),
         finish_reason=leaf.finish_reason,
+        routing=_routing(path),
     )
+
+
+def _routing(path: Sequence[Node]) -> RoutingArray | None:
+    """Return the experts that each token but the last was fed through first.
+
+    A reply's record begins with its conversation, which the engine may have computed again with newer weights.
+    """
+    parts: list[RoutingArray] = []
+    known = 0
+    for node in path:
+        if node.sampled is not None:
+            if node.sampled.routing is None:
+                return None
+            parts.append(node.sampled.routing[known:])
+            known = node.num_tokens - 1
+    return np.concatenate(parts)
 
 
 def _versions(path: Sequence[Node]) -> Iterator[IntArray]:

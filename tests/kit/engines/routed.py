@@ -1,0 +1,56 @@
+"""The experts that an engine must have used for each token, by transformers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from async_rl.base.types import IntArray, RoutingArray
+from rollout_server.engines.base import SampledReply
+from tests.kit.engines.tags import segments
+
+
+def experts_as_sampled(
+    models: Mapping[int, Any], prompt: IntArray, reply: SampledReply, keeps_kv: bool, known: RoutingArray | None = None
+) -> RoutingArray:
+    """The experts [P + T - 1, layers, k] of the forward pass that fed each token first, best first.
+
+    Args:
+        models: by version.
+        keeps_kv: each token is fed once, by the version that sampled the next one, over the KV that is there. Otherwise
+            all of it is computed anew at each change of the version.
+        known: of the first tokens of the prompt, which were fed before this reply.
+    """
+    tokens = torch.from_numpy(np.concatenate([prompt, reply.tokens])).long()
+    cache, first = DynamicCache(), torch.zeros(0)
+    for version, _, end in segments(reply.versions):
+        if not keeps_kv:
+            cache = DynamicCache()
+        fed = cache.get_seq_length()
+        with torch.no_grad(), _chosen_by(models[version]) as chosen:
+            models[version](input_ids=tokens[None, fed : len(prompt) + end - 1], past_key_values=cache, use_cache=True)
+        experts = torch.stack(chosen, 1)
+        first = torch.cat([first, experts[len(first) - fed :]]) if len(first) else experts
+    routing = first.numpy()
+    if known is not None:
+        routing[: len(known)] = known
+    return routing
+
+
+@contextmanager
+def _chosen_by(model: Any) -> Iterator[list[Tensor]]:
+    """Inside the `with` block a forward pass appends the experts of each layer, as its router returns them."""
+    chosen: list[Tensor] = []
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [router.register_forward_hook(lambda _m, _i, output: chosen.append(output[2])) for router in routers]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()

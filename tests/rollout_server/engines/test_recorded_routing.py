@@ -1,0 +1,132 @@
+"""Replies have the experts of each token's first forward pass, over weight updates too; recomputed by transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_server.engines.base import Purpose, SampledReply, StopTexts
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.episodes.conversation.session import Node, make_rows
+from tests.kit.configs import server_config
+from tests.kit.engines.replies import TOLERANCE, from_scratch, recomputed_logprobs, request_for, with_engine
+from tests.kit.engines.routed import experts_as_sampled
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.turns import next_turn
+from tests.kit.routing import written_out
+from tests.kit.tiny_moe import moe_model, save_moe
+
+SIZES = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_moe(tmp_path_factory.mktemp("moe"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[int, Any]:
+    return {version: moe_model(seed, **SIZES) for version, seed in enumerate((0, 5, 6))}
+
+
+def test_an_answer_has_the_experts_of_each_token_and_its_logprobs_follow_from_them(
+    folder: Path, models: dict[int, Any]
+) -> None:
+    requests = [request_for(index, max_tokens=30, wants_routing=index != 3) for index in range(4)]
+
+    async def generate(engine: HFEngine) -> list[list[SampledReply]]:
+        held_out = dataclasses.replace(requests[0], purpose=Purpose.EVALUATION, wants_routing=False)
+        running = [engine.generate(request) for request in (held_out, *requests)]
+        return (await asyncio.gather(*running))[1:]
+
+    groups = with_engine(server_config("hf", folder), generate)
+    assert all(reply.routing is None for reply in groups[3])
+    for request, replies in zip(requests[:3], groups, strict=False):
+        for reply in replies:
+            assert reply.routing is not None and reply.routing.dtype == np.uint8
+            expected = experts_as_sampled(models, request.prompt.tokens, reply, keeps_kv=True)
+            np.testing.assert_array_equal(reply.routing, expected)
+            given = torch.from_numpy(reply.routing[[*range(len(reply.routing)), -1]]).long()
+            with written_out("Qwen3Moe", models[0], given):
+                logprobs = recomputed_logprobs(models[0], request, reply)
+            np.testing.assert_allclose(reply.logprobs, logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("keeps_kv", [True, False])
+def test_each_token_keeps_the_experts_with_which_it_was_sampled(
+    folder: Path, models: dict[int, Any], keeps_kv: bool
+) -> None:
+    request = request_for(3, n=6, max_tokens=100, wants_routing=True)
+
+    async def update_inside(engine: HFEngine) -> list[SampledReply]:
+        running = asyncio.create_task(engine.generate(request))
+        for version in (1, 2):
+            for _ in range(8):  # each takes one token or more
+                await engine.between_tokens(lambda: None)
+            await engine.pause(keep_kv=keeps_kv)
+            await engine.load_weights(dict(models[version].named_parameters()), version)
+            engine.resume()
+        return await running
+
+    replies = with_engine(server_config("hf", folder), update_inside)
+    spanning = [reply for reply in replies if reply.versions[-1] == 2]
+    assert spanning
+    newest_differ = 0
+    for reply in spanning:
+        check_tags(models, request.prompt.tokens, reply, 1.0, keeps_kv=keeps_kv)
+        expected = experts_as_sampled(models, request.prompt.tokens, reply, keeps_kv)
+        np.testing.assert_array_equal(reply.routing, expected)
+        as_newest = dataclasses.replace(reply, versions=np.full_like(reply.versions, 2))
+        newest_differ += int((experts_as_sampled(models, request.prompt.tokens, as_newest, True) != expected).sum())
+    assert newest_differ > 100
+
+
+def test_the_rows_of_an_episode_have_the_experts_of_each_token_when_it_was_fed_first(
+    folder: Path, models: dict[int, Any]
+) -> None:
+    """Between the turns the weights change; the hf engine then computes the history again, with the new ones."""
+    first = request_for(2, n=1, max_tokens=9, wants_routing=True)
+
+    async def play(engine: HFEngine) -> list[SampledReply]:
+        (said,) = await engine.generate(first)
+        await engine.load_weights(dict(models[1].named_parameters()), 1)
+        second = next_turn(first, said)
+        return [said, *await engine.generate(second), *await engine.generate(second)]
+
+    said, *replies = with_engine(server_config("hf", folder), play)
+    root = Node(None, first.prompt.tokens.tolist())
+    reply = Node(root, said.tokens.tolist(), said)
+    second = next_turn(first, said)
+    context = Node(reply, second.prompt.tokens[reply.num_tokens :].tolist())
+    leaves = [Node(context, each.tokens.tolist(), each) for each in replies]
+    rows = make_rows([reply, *leaves])
+    assert len(rows) == 2
+    known = experts_as_sampled(models, first.prompt.tokens, said, keeps_kv=False)
+    for row, each in zip(rows, replies, strict=True):
+        expected = experts_as_sampled(models, second.prompt.tokens, each, False, known)
+        np.testing.assert_array_equal(row.routing, expected)
+        assert row.routing is not None and len(row.routing) == len(row.tokens) - 1
+        assert each.routing is not None and (each.routing[: len(known)] != known).any()
+        logprobs = from_scratch(models[1], second.prompt.tokens, each.tokens, 1.0)
+        np.testing.assert_allclose(each.logprobs, logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_an_answer_that_a_text_ends_loses_the_experts_of_what_follows() -> None:
+    class Tokenizer:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return "".join(map(chr, tokens))
+
+    routing = np.arange(3 + 5 - 1, dtype=np.uint8)[:, None, None]
+    reply = SampledReply(
+        tokens=np.array([*b"ab.cd"], np.int32), logprobs=np.zeros(5, np.float32), versions=np.zeros(5, np.int32),
+        finish_reason="length", routing=routing,
+    )
+    cut = StopTexts(["."], Tokenizer()).cut(reply)
+    assert len(cut.tokens) == 3
+    np.testing.assert_array_equal(cut.routing, routing[: 3 + 3 - 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from async_rl.base.config import Config, TimeoutsConfig, WeightSyncConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from rollout_server.engines.http_admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import attach_server
-from tests.kit.configs import make_config
+from tests.kit.configs import changed, make_config
+from tests.kit.tiny_moe import save_moe
 
 CONFIG = make_config()
 
@@ -61,6 +63,19 @@ def test_a_server_that_gives_too_few_ids_of_a_support_is_refused() -> None:
             asyncio.run(attach(CONFIG, given, asked, support_ids=4096))
         assert set(asked) == {"/server_info"}, "the server must be left alone"
     asyncio.run(attach(CONFIG, says | {"sampling_mask_max_tokens": 4096}, support_ids=4096))
+
+
+def test_a_server_that_does_not_record_the_experts_of_a_mixture_as_sampled_is_refused(tmp_path: Path) -> None:
+    config = make_config(save_moe(tmp_path))
+    says = {"disable_overlap_schedule": True}
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        asyncio.run(attach(config, says))
+    recording = says | {"enable_return_routed_experts": True}
+    asyncio.run(attach(config, recording))
+    with pytest.raises(ConfigError, match="retract"):
+        asyncio.run(attach(changed(config, weight_sync={"on_update": "retract"}), recording))
+    ignoring = changed(config, rollout={"routing": "ignore"}, weight_sync={"on_update": "retract"})
+    asyncio.run(attach(ignoring, says))
 
 
 def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> None:

@@ -18,12 +18,15 @@ from async_rl.base.weights import WeightPublisher, open_publisher
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from async_rl.base.weights.publisher import PushReport, Tolerance
 from learner.models.lora import AdapterParcels, merged_parameters
+from rollout_server.engines.base import SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
-from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.noted_pushes import expected_sums
 from tests.kit.engines.pushes import FORMS, adapted_model, keep_most_values
-from tests.kit.engines.replies import with_engine
+from tests.kit.engines.replies import generate, request_for, with_engine
+from tests.kit.engines.routed import experts_as_sampled
+from tests.kit.engines.servers import SGLangServer
+from tests.kit.engines.tags import check_tags
 from tests.kit.tiny_moe import moe_model, save_moe
 
 TOKENS = list(range(5, 60))
@@ -68,9 +71,9 @@ def push_and_verify(publisher: WeightPublisher, seed: int, version: int) -> Push
 
 
 @pytest.fixture(scope="module")
-def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
+def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     folder = tmp_path_factory.mktemp("moe")
-    server = EngineInThread(server_config("sglang", save_moe(folder / "model")), folder)
+    server = SGLangServer(server_config("sglang", save_moe(folder / "model")), folder)
     server.run(server.engine.start(), server.config.timeouts.startup_s)
     yield server
     server.close()
@@ -81,7 +84,7 @@ def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThr
     ("transport", "form"), [("cuda_ipc", "none"), ("gloo", "device"), ("disk", "delta"), ("gloo", "adapter")]
 )
 def test_sglang_serves_the_learners_experts_after_each_push(
-    moe_server: EngineInThread, transport: str, form: str, tmp_path: Path
+    moe_server: SGLangServer, transport: str, form: str, tmp_path: Path
 ) -> None:
     """All of the server's weights have the bits of the learner's, those of each expert among them."""
     on_update = "in_place" if transport == "gloo" else "retract"
@@ -100,7 +103,7 @@ def test_sglang_serves_the_learners_experts_after_each_push(
 
 
 @pytest.mark.e2e
-def test_experts_that_sglang_does_not_load_are_named(moe_server: EngineInThread, tmp_path: Path) -> None:
+def test_experts_that_sglang_does_not_load_are_named(moe_server: SGLangServer, tmp_path: Path) -> None:
     """SGLang skips the names of transformers in silence: this is how they were pushed once."""
     config = pushing(moe_server.config, "gloo", tmp_path / "run")
     publisher = open_publisher(config, [moe_server.engine.url], 0, torch.device("cpu"))
@@ -109,6 +112,46 @@ def test_experts_that_sglang_does_not_load_are_named(moe_server: EngineInThread,
         publisher.push(moe_model(13).named_parameters(), 13, erases=True)
     push_and_verify(publisher, 14, version=14)  # a whole push makes the server good again
     publisher.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "abort"])
+def test_sglang_returns_the_experts_of_each_tokens_first_forward_best_first(
+    moe_server: SGLangServer, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two updates, and for a prompt in the prefix cache. All experts are used, in an order that weights decide."""
+    config = pushing(moe_server.config, "disk", tmp_path / "run", on_update)
+    publisher = open_publisher(config, [moe_server.engine.url], 0, torch.device("cpu"))
+    moe_server.let_replies_go_on(monkeypatch)
+    monkeypatch.setattr(moe_server.engine, "resubmits", on_update == "abort")
+    versions = (21, 22, 23)
+    models = {version: moe_model(version) for version in versions}
+    push_and_verify(publisher, 21, version=21)
+    request = request_for(6, n=4, max_tokens=500, temperature=0.3, group_id=versions[0], wants_routing=True)
+
+    async def generate_over_two_updates() -> list[SampledReply]:
+        group = asyncio.create_task(moe_server.engine.generate(request))
+        for version in versions[1:]:
+            for _ in range(3):
+                await moe_server.engine.generate(request_for(7, max_tokens=20))
+            assert not group.done()
+            await asyncio.to_thread(push_and_verify, publisher, version, version=version)
+        return await group
+
+    replies = moe_server.run(generate_over_two_updates())
+    publisher.close()
+    assert all(set(reply.versions.tolist()) == set(versions) for reply in replies)
+    for reply in replies[:2]:
+        check_tags(models, request.prompt.tokens, reply, 0.3, keeps_kv=on_update == "in_place")
+        expected = experts_as_sampled(models, request.prompt.tokens, reply, keeps_kv=on_update == "in_place")
+        assert reply.routing is not None and reply.routing.shape == expected.shape
+        assert (reply.routing != expected).any((1, 2)).mean() < 0.005  # scores may tie but for rounding
+    cached = moe_server.record_cached_tokens(monkeypatch)
+    again = request_for(8, n=1, max_tokens=20, group_id=24, wants_routing=True)
+    for (reply,) in [generate(moe_server, again)[0] for _ in range(2)]:
+        expected = experts_as_sampled({23: models[23]}, again.prompt.tokens, reply, keeps_kv=True)
+        assert reply.routing is not None and (reply.routing != expected).any((1, 2)).mean() < 0.05
+    assert cached == [0, len(again.prompt.tokens) - 1]
 
 
 def test_the_hf_engine_serves_the_learners_experts_after_each_push(tmp_path: Path) -> None:

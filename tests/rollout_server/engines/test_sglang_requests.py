@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import itertools
 import socket
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from async_rl.base.config import (
@@ -26,9 +28,17 @@ from async_rl.base.config import (
     WeightSyncConfig,
 )
 from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.models_and_data.experts import Experts
 from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang import launch
-from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
+from rollout_server.engines.sglang.engine import (
+    SGLangEngine,
+    extend_reply,
+    primer_body,
+    read_routing,
+    request_body,
+    sampling_seed,
+)
 from rollout_server.engines.sglang.launch import server_environment, server_flags
 from tests.kit.configs import make_config
 from tests.kit.engines.replies import request_for
@@ -255,6 +265,41 @@ def test_the_rest_of_an_aborted_answer_is_requested_anew() -> None:
     body = request_body(request, [OpenReply(tokens=[7, 8])], [2, 5], "k", 0)
     assert body["input_ids"] == [[*request.prompt.tokens.tolist(), 7, 8]]
     assert body["sampling_params"][0]["max_new_tokens"] == 2
+
+
+EXPERTS = Experts(layers=(1, 3), count=300, per_token=2)
+
+
+def routed(tokens: int, first: int = 0) -> dict[str, Any]:
+    """A response with the experts of so many tokens in four layers, of which two are dense."""
+    numbers = first + np.arange(tokens * 8, dtype="<i4")
+    return {"meta_info": {"routed_experts": base64.b64encode(numbers.tobytes()).decode()}}
+
+
+def test_the_experts_in_a_response_are_those_of_the_layers_that_have_some() -> None:
+    routing = read_routing(routed(5), EXPERTS, num_layers=4, num_fed=5)
+    assert routing.dtype == np.uint16 and routing.shape == (5, 2, 2)
+    assert routing[:2].tolist() == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
+    for wrong, experts in (
+        (routed(4), EXPERTS), (routed(6), EXPERTS), ({"meta_info": {}}, EXPERTS), (routed(5, -300), EXPERTS),
+        (routed(5, 270), EXPERTS), (routed(5), dataclasses.replace(EXPERTS, per_token=3)),
+    ):  # fmt: skip
+        with pytest.raises(AsyncRLError):
+            read_routing(wrong, experts, num_layers=4, num_fed=5)
+
+
+def test_only_requests_that_want_experts_ask_for_them_and_the_rest_of_an_answer_keeps_the_first() -> None:
+    request = request_for(0)
+    assert "return_routed_experts" not in request_body(request, [OpenReply()], [], "k", 0)
+    wanting = dataclasses.replace(request, wants_routing=True)
+    assert request_body(wanting, [OpenReply()], [], "k", 0)["return_routed_experts"] is True
+    assert "return_routed_experts" not in primer_body(wanting, "k", 0)
+    assert not wanting.greedy().wants_routing
+    reply = OpenReply(tokens=[7])
+    old, new = (read_routing(routed(n, first), EXPERTS, 4, n) for n, first in ((4, 0), (7, 50)))
+    reply.add_routing(old)
+    reply.add_routing(new)
+    np.testing.assert_array_equal(reply.reply().routing, np.concatenate([old, new[4:]]))
 
 
 @pytest.mark.parametrize("finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}])

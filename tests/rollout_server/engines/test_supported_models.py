@@ -17,6 +17,8 @@ from async_rl.base.config import Config, RolloutConfig
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.preflight import check_model
 from tests.kit.configs import changed, make_config
+from tests.kit.models import save_bare_model
+from tests.kit.tiny_moe import save_moe
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 
@@ -61,6 +63,27 @@ def test_supports_that_a_server_cannot_give_or_has_no_room_for_are_refused(tmp_p
     check_model(changed(many, algorithm={"support": "ignore"}))
     with pytest.raises(ConfigError, match=r"speculative-algorithm.*algorithm\.support: ignore"):
         check_model(changed(config, rollout={"server_args": {"speculative_algorithm": "EAGLE"}}))
+
+
+def test_a_mixture_that_sglang_would_serve_wrongly_or_without_its_experts_is_refused(tmp_path: Path) -> None:
+    check_model(make_config(save_moe(tmp_path / "sparse")))
+    dense = make_config(save_moe(tmp_path / "dense", mlp_only_layers=[1]))
+    with pytest.raises(ConfigError, match=r"layers 1 "):
+        check_model(dense)
+    check_model(changed(dense, rollout={"engine": "hf"}))
+    config = make_config(tmp_path / "sparse", rollout={"server_args": {"chunked_prefill_size": -1}})
+    with pytest.raises(ConfigError, match=r"rollout\.routing"):
+        check_model(config)
+    check_model(changed(config, rollout={"routing": "ignore"}))
+
+
+def test_an_engine_that_does_not_record_experts_is_refused_for_a_mixture(tmp_path: Path) -> None:
+    own = make_config(save_moe(tmp_path / "moe"), rollout={"engine": "tests.extensions.engine:COUNTING"})
+    assert not own.rollout.engine_entry.records_routing
+    with pytest.raises(ConfigError, match=r"^rollout\.routing must be ignore .* sglang, hf$"):
+        check_model(own)
+    check_model(changed(own, rollout={"routing": "ignore"}))
+    check_model(changed(own, model={"path": str(save_bare_model(tmp_path / "dense"))}))
 
 
 def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path) -> None:

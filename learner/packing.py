@@ -288,6 +288,7 @@ class PackedTokens:
     segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all packs are plain causal
     positions: Tensor | None  # [B, S] int64; None where segments is
     where: Tensor  # [N] index into B * S of the token whose output predicts the response token
+    fed: Tensor | None = None  # [B, S] bool, False for padding and in a filler
     routing: Tensor | None = None  # [B, S, layers, k] int16 experts to replay, -1 where routers choose; None: they do
 
 
@@ -343,6 +344,7 @@ class MiniBatch:
     """The policy's summed loss is divided by this."""
     whitening: tuple[float, float] = (0.0, 1.0)
     """(mean, scale) of the batch's advantages: a token's advantage is (A - mean) * scale."""
+    balance: Tensor | None = None  # [E] the slopes of the routers' auxiliary loss, see balance.py; None: there is none
     m2po_limit: tuple[float, int] = (math.inf, 2**63 - 1)
     """The last token that the M2PO mask keeps, see corrections.m2po_limit; by default all are kept."""
     mean_weight: float = 1.0
@@ -393,6 +395,7 @@ def collate(
         targets=_tensor(targets, torch.int64, device),
         temperature=_tensor(temperatures, torch.float32, device),
         supports=_supports([batch.groups[g].rows[i] for g, i in rows], device),
+        fed=_tensor((segments[0] != PADDING) & is_trained, torch.bool, device),
         routing=None if (experts := _routing(batch, packs, width)) is None else _tensor(experts, torch.int16, device),
     )
     response = _response_tokens(batch, rows, advantages, device, is_trained)

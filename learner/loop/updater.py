@@ -27,7 +27,7 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError
-from async_rl.base.models_and_data.experts import recorded_experts
+from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens, policy_lr
 from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.telemetry.metrics import TOKENS, Metric
@@ -51,6 +51,7 @@ from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
 from learner.memory.memory_plan import decide_gradient_checkpointing
+from learner.models.balance import RouterBalance, balance_slopes
 from learner.models.network import open_critic
 from learner.models.policy import Reference, layout_of, open_policy, shard
 from learner.packing import (
@@ -89,6 +90,8 @@ class Updater:
         if experts := recorded_experts(config):
             self.policy.routing = Routing(self.policy.lm, experts)
         offloads = config.learner.offload == "all"
+        aux_coef = config.algorithm.router_aux_coef
+        self._balance = RouterBalance(self.policy.lm, experts_of(config.model.path)) if aux_coef else None
         shard(self.policy, ranks, config.learner, offloads, checkpoints)
         self._reward_model = None
         if config.reward_model.path:
@@ -148,9 +151,10 @@ class Updater:
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
-        is_skipped, is_stopped, scale = False, False, 1.0
+        is_skipped, is_stopped, scale, passes = False, False, 1.0, 0
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
             losses, logprobs = self.forward_backward(minibatch, sums, trains_policy, is_first_epoch=epoch == 0)
+            passes += 1
             if recorder:
                 recorder.add(minibatch, logprobs, self.objective.proximal)
             if algorithm.skip_batch_kl and not any(steps.values()):
@@ -179,6 +183,8 @@ class Updater:
         metrics += parity_metrics(totals, self.dtype)
         if self.pretraining:
             metrics += self.pretraining.metrics(totals)
+        if self._balance:
+            metrics.append(Metric("routing/balance_loss", float(totals["router_balance"]) / passes))
         if replays := float(totals.get("routing_replayed", 0.0)):
             changed_fraction = float(totals["routing_changed"]) / replays
             metrics.append(Metric("routing/changed_fraction", changed_fraction, by=TOKENS, unit="share"))
@@ -251,14 +257,33 @@ class Updater:
 
         def started(micro: MicroBatch) -> MicroBatch:
             trained, inputs = micro.response.trained, micro.inputs
+            proximal = None
+            if objective.computes_proximal or self._balance:
+                logprobs = self.policy(inputs)[0]
+                proximal = torch.where(trained, logprobs, 0.0) if objective.computes_proximal else None
+                if self._balance:
+                    counted.append(self._balance.counts(self._fed(micro)))
             return replace(
                 micro,
-                proximal=torch.where(trained, self.policy(inputs)[0], 0.0) if objective.computes_proximal else None,
+                proximal=proximal,
                 values=critic(inputs) if critic is not None and objective.computes_values else None,
                 reference=torch.where(trained, reference.logprobs(inputs), 0.0) if reference else None,
             )
 
-        return [replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches]
+        done = []
+        for minibatch in minibatches:
+            counted: list[Tensor] = []
+            minibatch = replace(minibatch, micro_batches=tuple(map(started, minibatch.micro_batches)))
+            if self._balance:
+                dist.all_reduce(total := torch.stack(counted).sum(0))
+                minibatch = replace(minibatch, balance=balance_slopes(total[:-1], int(total[-1])))
+            done.append(minibatch)
+        return done
+
+    def _fed(self, micro: MicroBatch) -> Tensor:
+        """Return whether each token that this rank computes is one of the batch's, and no padding. [tokens] bool"""
+        assert micro.inputs.fed is not None
+        return self.policy.own_tokens(micro.inputs.fed, False)
 
     def forward_backward(
         self, minibatch: MiniBatch, sums: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
@@ -285,6 +310,11 @@ class Updater:
                     self._add_gradients(loss)
                 totals["critic"] += loss.detach()
             loss = losses.policy / minibatch.normaliser
+            if self._balance and minibatch.balance is not None:
+                slices = self.config.learner.sequence_parallel  # each of them adds its own tokens alone
+                balance = slices * self._balance.loss(self._fed(micro), minibatch.balance)
+                loss = loss + self.config.algorithm.router_aux_coef * balance
+                sums.add(router_balance=balance)
             if trains_policy:
                 self._add_gradients(loss)
             totals["policy"] += loss.detach()

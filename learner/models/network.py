@@ -227,13 +227,16 @@ class Network(nn.Module):
         """
         if self.routing is None or inputs.routing is None:
             return self._hidden_states(inputs)
-        experts = inputs.routing
+        with self.routing.replaying(self.own_tokens(inputs.routing, -1)):
+            return self._hidden_states(inputs)
+
+    def own_tokens(self, values: Tensor, padding: int) -> Tensor:
+        """Return the part of values [B, S, ...] that belongs to the tokens which this rank computes, [tokens, ...]."""
         if self.sequence is not None:
             from learner.models.sequence import own_slice
 
-            experts = own_slice(experts, -1, self.sequence)
-        with self.routing.replaying(experts.flatten(0, 1)):
-            return self._hidden_states(inputs)
+            values = own_slice(values, padding, self.sequence)
+        return values.flatten(0, 1)
 
     def _hidden_states(self, inputs: PackedTokens) -> Tensor:
         if self.sequence is not None:

@@ -206,6 +206,9 @@ class AlgorithmConfig:
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0
     """The coefficient of the entropy bonus. 0 turns it off."""
+    router_aux_coef: NonNegativeFloat = 0.0
+    """Of a model with experts, the coefficient of the loss that balances their load, e.g. 1e-3. It takes a forward pass
+    at the start of each step, to count the choices of the whole minibatch. 0 turns it off."""
     ptx_coef: NonNegativeFloat = 0.0
     """The coefficient of the pretraining term (PPO-ptx): each optimizer step of the policy also lowers the mean
     -log p(token) of some text of task.pretrain_path. 0 turns it off."""

@@ -19,7 +19,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError, RewardError
-from async_rl.base.models_and_data.experts import recorded_experts
+from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.models_and_data.hub import check_login
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
 from async_rl.base.models_and_data.model_folder import (
@@ -202,6 +202,10 @@ def _check_loading(key: str, path: str, config: Config, attention: str) -> None:
         from async_rl.base.weights.checkpoint_names import check_names
 
         check_names(model, weight_shapes(Path(path)), path)
+    if key == "model.path" and config.algorithm.router_aux_coef:
+        from learner.models.balance import RouterBalance
+
+        RouterBalance(model, experts_of(path))
     if key == "model.path" and settings.lora.rank:
         from learner.models.lora import add_adapters
 

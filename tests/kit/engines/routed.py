@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from async_rl.base.types import IntArray, RoutingArray
+from async_rl.base.types import Group, IntArray, RoutingArray, Row
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.tags import segments
 
@@ -54,3 +54,19 @@ def _chosen_by(model: Any) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def row_experts(models: Mapping[int, Any], group: Group, row: Row, keeps_kv: bool) -> RoutingArray:
+    """The experts [P + T - 1, layers, k] that a row must have whose replies are all trained in it."""
+    tokens = np.concatenate([group.prompt_tokens, row.tokens])
+    mask = np.concatenate([np.zeros(len(group.prompt_tokens), np.bool_), row.mask])
+    versions = np.concatenate([np.zeros(len(group.prompt_tokens), np.int32), row.versions])
+    edges = np.flatnonzero(np.diff(mask)) + 1
+    known = None
+    for start, end in zip(edges[::2], [*edges[1::2], len(tokens)], strict=True):
+        reply = SampledReply(
+            tokens=tokens[start:end], logprobs=np.zeros(0, np.float32), versions=versions[start:end], finish_reason=""
+        )
+        known = experts_as_sampled(models, tokens[:start], reply, keeps_kv, known)
+    assert known is not None
+    return known

@@ -57,7 +57,7 @@ EPISODE_ALGORITHMS = {
 }
 """The cases that train on episodes of several turns and rows."""
 EXPERT_ALGORITHMS = {
-    "experts": AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
+    "experts": AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1), router_aux_coef=0.5),
 }
 """The cases with a mixture of experts, whose routing is replayed; all but the whole batch with checkpointed layers."""
 

@@ -13,8 +13,11 @@ from learner.models.tiny_model import MAX_POSITIONS, character_tokenizer
 EXPERTS = 4
 
 
-def moe_model(seed: int, **sizes: Any) -> PreTrainedModel:
-    """A Qwen3-MoE of 0.1 M parameters, or of other `sizes`, with decided opinions about the next token."""
+def moe_model(seed: int, sharpness: float = 8, **sizes: Any) -> PreTrainedModel:
+    """A Qwen3-MoE of 0.1 M parameters, or of other `sizes`, with decided opinions about the next token.
+
+    Its matrices are `sharpness` times as large as transformers makes them.
+    """
     tokenizer = character_tokenizer()
     small = {
         "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_experts": EXPERTS,
@@ -30,7 +33,7 @@ def moe_model(seed: int, **sizes: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(8)
+                parameter.mul_(sharpness)
     return model
 
 

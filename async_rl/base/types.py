@@ -351,8 +351,13 @@ class Group(GroupFacts):
 
         The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
         of the start version are sure to have KV of their own version.
+
+        It is True, too, where KV was computed again, but a row with `routing` keeps the experts of older weights for
+        tokens before.
         """
-        return row.versions > self.start_version if self.keeps_kv else np.zeros(len(row.versions), np.bool_)
+        if self.keeps_kv:
+            return row.versions > self.start_version
+        return (row.versions > row.versions[0]) & (row.routing is not None)
 
     @property
     def episode_rows(self) -> tuple[int, ...]:

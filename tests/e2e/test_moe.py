@@ -54,7 +54,9 @@ def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     assert max(mismatches) < 2e-5, mismatches
 
 
-@pytest.mark.parametrize(("on_update", "turns"), [("in_place", False), ("retract", True)])
+@pytest.mark.parametrize(
+    ("on_update", "turns"), [pytest.param("in_place", False, marks=pytest.mark.nightly), ("retract", True)]
+)
 def test_every_token_is_trained_with_the_experts_that_sampled_it(
     smoke_yaml: Path, tmp_path: Path, on_update: str, turns: bool
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from async_rl.base.models_and_data.routing import Routing
 from learner.loop.updater import Updater
 from learner.packing import Layout, make_pieces
 from tests.kit.configs import learner_config
+from tests.kit.groups import make_group, make_row
 from tests.kit.learner.batches import make_routed_batch
 from tests.kit.learner.updates import reference_logprobs
 from tests.kit.routing import CHOSEN, COUNT, FAMILIES, blocks_of, experts_in, tiny_experts, written_out
@@ -131,3 +133,12 @@ def test_packs_have_the_logprobs_of_each_row_alone_with_its_experts(
             own = reference_logprobs(lm, group.prompt_tokens, row.tokens, 0.8)
         mask = torch.from_numpy(row.mask)
         torch.testing.assert_close(of_reference, torch.where(mask, own, 0.0), atol=2e-5, rtol=0)
+
+
+def test_tokens_whose_context_keeps_older_experts_are_not_compared_with_the_engine() -> None:
+    row = make_row(4, versions=np.array([2, 2, 3, 3], np.int32))
+    group = make_group(0, rows=[row], version=1)
+    routed = replace(row, routing=np.zeros((5, 2, 2), np.uint8))
+    assert group.old_kv(row).tolist() == [False] * 4  # its KV was computed again by the new weights
+    assert group.old_kv(routed).tolist() == [False, False, True, True]
+    assert replace(group, keeps_kv=True).old_kv(routed).tolist() == [True] * 4  # the prompt's KV may be of version 1

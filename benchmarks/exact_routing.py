@@ -41,7 +41,7 @@ from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.base.types import Batch, Group, Row
 from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
-from benchmarks.exact_policy import GROUP_SIZE, MAX_TOKENS, STEP_TOKENS, Answered, generate
+from benchmarks.exact_policy import GROUP_SIZE, MAX_TOKENS, Answered, generate
 from benchmarks.page import machine_text, write_page
 from learner.loop.updater import Updater
 from rollout_server.engines.base import Engine, GenerationRequest, SampledReply, open_engine
@@ -58,6 +58,8 @@ SIZES = {
 }  # fmt: skip
 KINDS = ("replay", "ignore")
 TOLERANCE = 2e-5
+STEP_TOKENS = 4096
+"""About so many sampled tokens are in a learner's step."""
 
 
 async def answer(

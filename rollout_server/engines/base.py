@@ -70,8 +70,9 @@ class GenerationRequest:
     def greedy(self) -> GenerationRequest:
         """Return the request for greedy replies."""
         sampling = Sampling(_GREEDY_TEMPERATURE)
-        unwanted = dict.fromkeys(("wants_support", "wants_support_logprobs", "wants_routing"), False)
-        return replace(self, **sampling._asdict(), **unwanted)
+        return replace(
+            self, **sampling._asdict(), wants_support=False, wants_support_logprobs=False, wants_routing=False
+        )
 
     @property
     def sampling(self) -> Sampling:

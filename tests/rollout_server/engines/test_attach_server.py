@@ -65,7 +65,7 @@ def test_a_server_that_gives_too_few_ids_of_a_support_is_refused() -> None:
     asyncio.run(attach(CONFIG, says | {"sampling_mask_max_tokens": 4096}, support_ids=4096))
 
 
-def test_a_server_that_does_not_record_the_experts_of_a_mixture_as_sampled_is_refused(tmp_path: Path) -> None:
+def test_a_server_that_does_not_record_the_experts_of_a_mixture_is_refused(tmp_path: Path) -> None:
     config = make_config(save_moe(tmp_path))
     says = {"disable_overlap_schedule": True}
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):

@@ -288,7 +288,7 @@ def test_the_experts_in_a_response_are_those_of_the_layers_that_have_some() -> N
             read_routing(wrong, experts, num_layers=4, num_fed=5)
 
 
-def test_only_requests_that_want_experts_ask_for_them_and_the_rest_of_an_answer_keeps_the_first() -> None:
+def test_only_requests_that_want_experts_ask_for_them_and_keep_the_first() -> None:
     request = request_for(0)
     assert "return_routed_experts" not in request_body(request, [OpenReply()], [], "k", 0)
     wanting = dataclasses.replace(request, wants_routing=True)

@@ -18,6 +18,8 @@ from async_rl.tools.view.token_texts import find_tokenizer
 from tests.kit.hub import HubServer, open_hub
 from tests.kit.models import save_tiny_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 MODEL, DATA = "Qwen/Qwen9-tiny", "some/sums"
 SPLITS = [f"task.path=hf://{DATA}:train", f"task.eval_path=hf://{DATA}:test"]
 
@@ -90,7 +92,6 @@ def test_fine_tuning_starts_from_a_model_of_the_hub(hub: HubServer, tmp_path: Pa
     assert main(["sft", "config.yaml", f"model.path=hf://{MODEL}", *steps]) == 2
 
 
-@pytest.mark.processes
 def test_a_model_of_the_hub_is_evaluated(
     hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,8 @@ from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_episode_batch, make_episodes, make_minibatch, make_turns_row
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 FORKED = (make_turns_row(".rR.rR", [0.25, 0.5], 1.75), make_turns_row("..R", [1.0], 1.75))
 """The two rows of an episode, with five trained tokens and three turns."""

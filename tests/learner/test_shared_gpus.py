@@ -18,6 +18,8 @@ from learner.loop.learner import Learner
 from learner.loop.ranks import SharedGpus
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 SOON, LATE = Limit(0.02, "timeouts.batch_s"), Limit(10.0, "timeouts.batch_s")
 
 

@@ -21,6 +21,8 @@ from tests.kit.configs import buffer_config
 from tests.kit.groups import assert_same, make_group, make_row
 from tests.kit.random_episodes import LIMITS, random_episodes
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 
 

@@ -17,6 +17,8 @@ from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.models import save_bare_reward_model, save_tiny_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 KEYS = ("critic.path", "reference.path")
 TOKENS = 100
 """The character tokenizer has 4 special tokens, 10 digits, 52 letters, 32 signs, the space and the end of a line."""

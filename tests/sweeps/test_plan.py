@@ -29,6 +29,8 @@ from async_rl.tools.sweeps.settings import recommendation, settings_of
 from buffer.simulate import Workload
 from tests.kit.sweeps import WORKLOAD, make_sweep
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 OVERLAP = "--rollout-s 60 --train-s 40"
 
 

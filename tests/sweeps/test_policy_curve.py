@@ -16,6 +16,8 @@ from async_rl.tools.sweeps.statistics import estimate
 from learner.algorithms.diagnostics import BUCKETS, batch_metrics
 from tests.kit.groups import batch_of, make_group, make_row
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 Step = dict[str, float | None]
 Reward = Callable[[int, int], float]
 

@@ -35,6 +35,8 @@ from async_rl.tools.sweeps.tables import tables_in
 from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_sweep, write_cell
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.fixture(scope="module")
 def printed(sweep: Path) -> str:

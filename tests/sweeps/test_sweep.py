@@ -50,6 +50,8 @@ from tests.kit.configs import make_config
 from tests.kit.gpus import pretend_gpus
 from tests.kit.sweeps import Trainer, base_yaml, make, write_cell
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def test_a_failed_cell_is_reported_does_not_stop_the_rest_and_is_tried_again(tmp_path: Path) -> None:
     sweep, trainer = make(tmp_path), Trainer(fails="staleness-1.seed-0")
@@ -77,7 +79,6 @@ def test_the_time_left_is_that_of_the_average_finished_cell(tmp_path: Path) -> N
     assert " 3 min" in progress.time_left() and " min" not in Progress(cells).time_left()
 
 
-@pytest.mark.processes
 def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> None:
     """A real process: the model folder does not exist."""
     sweep = make(tmp_path)
@@ -342,7 +343,6 @@ def test_a_dry_run_says_cells_places_and_time(box: None, tmp_path: Path, capsys:
     assert "10 min" in plan_of(make(tmp_path, seconds=600.0, max_cells=1)), "of the cells of this command"
 
 
-@pytest.mark.processes
 def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, ends_at: int, signals: int) -> tuple[int, float]:
     """Send signals to a sweep of three cells, two at once, which end at signal `ends_at`; return exit code and seconds.
 
@@ -382,7 +382,6 @@ def test_no_cell_begins_once_its_sweep_is_stopping(tmp_path: Path) -> None:
     assert not (tmp_path / f"{cell.name}.log").read_text()
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core holds one cell")
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_cells_of_an_interrupted_sweep_end_in_order_or_at_once(

@@ -26,6 +26,8 @@ from learner.algorithms.objective import Objective
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_micro, make_minibatch, make_response
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 WHY = "the peers to compare with are not installed: pip install -e '.[peers]'"
 ROWS, LENGTH = 5, 12

@@ -19,6 +19,8 @@ from learner.models.policy import full_parameters
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 

@@ -34,6 +34,8 @@ from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
 from tests.kit.models import VOCAB, save_bare_reward_model, save_tiny_model
 from tests.kit.tokenizers import tokenizer_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1,

@@ -19,6 +19,8 @@ from rollout_server.tasks.reasoning_gym_task import ReasoningGymScorer
 from tests.kit.configs import make_config
 from tests.kit.tokenizers import tokenizer_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 TOKENIZER = character_tokenizer()
 SANDBOX = {"kind": "bubblewrap" if shutil.which("bwrap") else "none"}
 
@@ -79,7 +81,6 @@ def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:
 NONSENSE = ("", "abc", "1", "-1", "9" * 30, "1/0", "[[1]]", "[1, 2]", "{}", '{"a": 1}', "None", "zzz 7 [", "\0")
 
 
-@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::UserWarning")  # numpy's, from within a scorer
 @pytest.mark.parametrize("nonsense", [NONSENSE[::4], pytest.param(NONSENSE, marks=pytest.mark.nightly)])
 def test_every_dataset_gives_any_answer_the_number_of_its_own_scorer(nonsense: tuple[str, ...]) -> None:

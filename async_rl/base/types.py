@@ -118,10 +118,12 @@ class PerTurn(Array):
     column: str
 
 
+@dataclass(frozen=True, slots=True)
 class PackedPerToken(Kind):
     """Several numbers for each token of a row, compressed in messages: see messages/packed.py. None: it has none."""
 
 
+@dataclass(frozen=True, slots=True)
 class TokenSets(PackedPerToken):
     """A set of token ids for each token of a row, a `Support`. All rows of a group have one, or none has."""
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
 from typing import Any
 
 import msgpack
@@ -226,3 +228,10 @@ def test_the_reward_of_a_greedy_baseline_or_none_is_sent(baseline: float | None)
     message = {**msgpack.unpackb(encode_group(group)), "baseline_reward": "1"}
     with pytest.raises(WireError, match="baseline_reward"):
         decode_group(msgpack.packb(message), LIMITS)
+
+
+@pytest.mark.processes
+def test_every_process_has_the_same_schema_version() -> None:
+    code = "from async_rl.base.messages.codec import SCHEMA_VERSION; print(SCHEMA_VERSION)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == f"{SCHEMA_VERSION}\n"

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.processes, needs_chromium]
 RUN = "/run/live"
 PATHS = [f"{RUN}/", f"{RUN}/groups", f"{RUN}/groups/1", f"{RUN}/groups/20", f"{RUN}/groups/22", "/"]
 WIDTHS = (1280, 390)
+THEMES: tuple[Any, ...] = ("dark", "light")
 WAITS_ON = "2 of 8 groups finished, 14 running (oldest 1 s, worker rollout/0), served version 21"
 
 
@@ -67,12 +68,20 @@ def is_elsewhere(url: str, home: str) -> bool:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_pages_load_without_an_error_and_fit_the_screen(page: Page, path: str) -> None:
+def test_pages_load_without_an_error_fit_the_screen_and_can_be_read(page: Page, path: str) -> None:
+    """Text has contrast in both colour schemes, and controls have names."""
     page.goto(path)
     if path == f"{RUN}/":
         page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
         assert page.locator(".bk-Figure").count() == 7
     expect(page.locator(".live.on")).to_be_visible()
+    assert page.evaluate(NAMELESS) == []
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    for theme in THEMES:
+        page.emulate_media(color_scheme=theme)
+        page.wait_for_function(f"matchMedia('(prefers-color-scheme: {theme})').matches")
+        assert page.evaluate(LOW_CONTRAST) == []
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 844})
         page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
@@ -165,22 +174,6 @@ def test_lanes_show_the_chosen_steps(page: Page) -> None:
     expect(page.locator("#waits")).to_contain_text("0.60 s")
     page.get_by_role("link", name="Newest").click()
     expect(page.get_by_label("to", exact=True)).to_have_value("12")
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("path", PATHS[:4])
-def test_text_has_contrast_and_controls_have_names(
-    browser: Browser, shown: tuple[Path, str], path: str, theme: Any
-) -> None:
-    context = browser.new_context(base_url=shown[1], color_scheme=theme)
-    page = context.new_page()
-    page.goto(path)
-    page.wait_for_selector(".live.on")
-    assert page.evaluate(NAMELESS) == []
-    assert page.evaluate(LOW_CONTRAST) == []
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    context.close()
 
 
 def test_long_answers_are_shown_whole(browser: Browser, tmp_path: Path) -> None:

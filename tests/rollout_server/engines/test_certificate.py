@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from async_rl.base.config import Config
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.telemetry.certificate import Axis, certificate
 from async_rl.base.telemetry.metrics import Declaration, Figures
 from async_rl.base.types import Batch
@@ -24,6 +26,7 @@ from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import request_for, with_engine
+from tests.kit.engines.routed import experts_as_sampled
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_sharp_model
 from tests.kit.tiny_moe import save_moe
@@ -34,7 +37,9 @@ Plant = Callable[[HFEngine], None]
 
 async def sampled(engine: HFEngine, config: Config, version: int) -> Batch:
     """A batch whose tokens all have the version that is served."""
-    asks: dict[str, Any] = config.rollout.sampling._asdict() | {"wants_support": config.records_support}
+    asks: dict[str, Any] = config.rollout.sampling._asdict() | {
+        "wants_support": config.records_support, "wants_routing": recorded_experts(config) is not None
+    }
     asked = [
         request_for(PROMPTS * version + index, start_version=version, max_tokens=24, **asks)
         for index in range(PROMPTS)
@@ -45,7 +50,8 @@ async def sampled(engine: HFEngine, config: Config, version: int) -> Batch:
             request.group_id, request.prompt.tokens.tolist(),
             [
                 make_row(
-                    r.tokens.tolist(), r.logprobs.tolist(), float(sample % 2), version=version, support=r.support
+                    r.tokens.tolist(), r.logprobs.tolist(), float(sample % 2), version=version, support=r.support,
+                    routing=r.routing,
                 )
                 for sample, r in enumerate(of_request)
             ],
@@ -112,6 +118,22 @@ def stale_prefix(engine: HFEngine) -> None:
     batch._prefill = from_cache  # type: ignore[method-assign]
 
 
+def other_experts(engine: HFEngine) -> None:
+    """The recorded experts are those that the weights of now would choose, for ever."""
+    old, generate = copy.deepcopy(engine.model), engine.generate
+
+    async def with_old_experts(request: GenerationRequest) -> list[SampledReply]:
+        replies = await generate(request)
+        return [
+            dataclasses.replace(
+                reply, routing=experts_as_sampled(defaultdict(lambda: old), request.prompt.tokens, reply, True)
+            )
+            for reply in replies
+        ]  # fmt: skip
+
+    engine.generate = with_old_experts  # type: ignore[method-assign]
+
+
 def loading(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Plant:
     """The server loads other weights than it gets."""
 
@@ -144,11 +166,24 @@ def config_of(model: Path, dtype: str = "float32", **rollout: Any) -> Config:
 def test_a_sound_run_is_exact_in_float32_and_bounded_in_bfloat16(
     dtype: str, family: str, tmp_path: Path, one_rank: None
 ) -> None:
-    model = (save_sharp_model if family == "dense" else save_moe)(tmp_path / "model")
+    model = save_sharp_model(tmp_path / "model") if family == "dense" else chosen_experts(tmp_path)
     found = certified(config_of(model, dtype))
     assert found["weights"].state == "exact"
     assert found["precision"].state == ("exact" if dtype == "float32" else "bounded"), found
     assert found["age of KV"].state == found["support"].state == "not measured"
+    routing = "not measured" if family == "dense" else found["precision"].state
+    assert found["routing"].state == routing
+
+
+def chosen_experts(folder: Path) -> Path:
+    """A model of which each token uses two of eight experts."""
+    return save_moe(folder / "model", num_experts=8, num_experts_per_tok=2)
+
+
+def test_experts_of_another_version_are_named(tmp_path: Path, one_rank: None) -> None:
+    found = certified(config_of(chosen_experts(tmp_path)), other_experts)
+    assert [name for name, axis in found.items() if axis.state == "broken"] == ["precision", "routing"], found
+    assert found["precision"].finding.startswith("routing")
 
 
 @pytest.mark.parametrize("rules", [{"top_p": 0.9}, {"top_k": 9}])

@@ -51,6 +51,8 @@ Result = TypeVar("Result")
 Job = tuple[Callable[[], Any], Future[Any]]
 """A function to be called by the decode thread, and the place of its result."""
 _MAX_BODY_BYTES = 64 * 2**20
+_TESTED_TOKENS = 16
+"""The number of tokens with which the record of routing is tested at the start."""
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 """Takes the JSON body of a request; returns the fields of the response besides `success` and `message`."""
 
@@ -85,7 +87,11 @@ class HFEngine:
         stop = StopTexts(texts, await asyncio.to_thread(load_tokenizer, path)) if texts else None
         forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         experts = await asyncio.to_thread(recorded_experts, self._config)
-        routing = Routing(self.model, experts) if experts else None
+        routing = None
+        if experts:
+            routing = Routing(self.model, experts)
+            tokens = torch.arange(_TESTED_TOKENS, device=self.model.device)[None]
+            await asyncio.to_thread(routing.self_test, lambda: self.model(tokens).logits.float().log_softmax(-1))
         self.training = DecodingBatch(self.model, ends, forbidden, stop, routing)
         self.evaluation = DecodingBatch(self.model, ends, forbidden, stop)
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.base.errors import ConfigError
+from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Purpose, SampledReply, StopTexts
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.conversation.session import Node, make_rows
@@ -19,7 +21,7 @@ from tests.kit.engines.replies import TOLERANCE, from_scratch, recomputed_logpro
 from tests.kit.engines.routed import experts_as_sampled
 from tests.kit.engines.tags import check_tags
 from tests.kit.engines.turns import next_turn
-from tests.kit.routing import written_out
+from tests.kit.routing import tiny_experts, written_out
 from tests.kit.tiny_moe import moe_model, save_moe
 
 SIZES = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [1]}
@@ -115,6 +117,18 @@ def test_the_rows_of_an_episode_have_the_experts_of_each_token_when_it_was_fed_f
         assert each.routing is not None and (each.routing[: len(known)] != known).any()
         logprobs = from_scratch(models[1], second.prompt.tokens, each.tokens, 1.0)
         np.testing.assert_allclose(each.logprobs, logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_an_engine_does_not_start_with_a_family_whose_choice_it_does_not_see(tmp_path: Path) -> None:
+    tiny_experts("Phimoe").save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+
+    async def nothing(engine: HFEngine) -> None:
+        pass
+
+    with pytest.raises(ConfigError, match=r"rollout\.routing"):
+        with_engine(server_config("hf", tmp_path), nothing)
+    with_engine(server_config("hf", tmp_path, routing="ignore"), nothing)
 
 
 def test_an_answer_that_a_text_ends_loses_the_experts_of_what_follows() -> None:

@@ -40,8 +40,10 @@ from rollout_server.engines.sglang.engine import (
     sampling_seed,
 )
 from rollout_server.engines.sglang.launch import server_environment, server_flags
-from tests.kit.configs import make_config
+from tests.kit.configs import changed, make_config
 from tests.kit.engines.replies import request_for
+from tests.kit.models import save_bare_model
+from tests.kit.tiny_moe import save_moe
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -286,6 +288,14 @@ def test_the_experts_in_a_response_are_those_of_the_layers_that_have_some() -> N
     ):  # fmt: skip
         with pytest.raises(AsyncRLError):
             read_routing(wrong, experts, num_layers=4, num_fed=5)
+
+
+def test_a_server_records_experts_if_the_model_has_some_and_the_learner_replays_them(tmp_path: Path) -> None:
+    mixture = make_config(save_moe(tmp_path / "moe"))
+    flag = "enable-return-routed-experts"
+    assert flags(mixture)[flag] is True
+    assert flag not in flags(changed(mixture, rollout={"routing": "ignore"}))
+    assert flag not in flags(changed(mixture, model={"path": str(save_bare_model(tmp_path / "dense"))}))
 
 
 def test_only_requests_that_want_experts_ask_for_them_and_keep_the_first() -> None:

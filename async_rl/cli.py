@@ -311,12 +311,12 @@ def _certify(args: argparse.Namespace) -> int:
 
     with StopSignals() as signals, signals.deferred():
         from async_rl.api import config_to_start
-        from async_rl.base.telemetry.certificate import CERTIFYING, Axis, format_certificate, is_broken
+        from async_rl.base.telemetry.certificate import CERTIFYING, ParityAxis, format_certificate, is_broken
         from async_rl.pipeline import run
 
         signals.check()
         config, _ = config_to_start(args.config, [*CERTIFYING, *args.overrides])
-        axes = [Axis(**axis) for axis in run(config, signals)["certificate"]]
+        axes = [ParityAxis(**axis) for axis in run(config, signals)["certificate"]]
     print(format_certificate(axes), end="")
     return EXIT_ERROR if is_broken(axes) else 0
 

@@ -100,7 +100,7 @@ def gradient(model: Path, batch: Batch, **algorithm: Any) -> torch.Tensor:
     return torch.cat([grad.full_tensor().flatten() for grad in grads if isinstance(grad, DTensor)])
 
 
-def test_score_centering_is_the_policy_gradient_at_equal_weights_and_another_one_once_these_have_moved(
+def test_score_centering_is_the_policy_gradient_only_at_equal_weights(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     """At equal weights sum_v p_v grad log p_v = 0 is all that is subtracted."""

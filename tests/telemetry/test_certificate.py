@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.base.telemetry.certificate import Axis, certificate, format_certificate, is_broken
+from async_rl.base.telemetry.certificate import ParityAxis, certificate, format_certificate, is_broken
 
 SOUND = {
     32: {"mean_abs": 4e-7, "p99_abs": 2e-6, "max_abs": 3e-6, "ratio_var": 3e-13, "slope": -7e-9, "slope_error": 5e-9},
@@ -21,7 +21,7 @@ def figures(bits: int, /, more: dict[str, float] | None = None, **changes: float
     return {f"parity/precision/{name}": value for name, value in values.items()} | (COMPARED if more is None else more)
 
 
-def by_name(given: dict[str, float]) -> dict[str, Axis]:
+def by_name(given: dict[str, float]) -> dict[str, ParityAxis]:
     return {axis.name: axis for axis in certificate(given)}
 
 
@@ -52,7 +52,7 @@ def test_a_fault_is_named(bits: int, changes: Any, more: Any, named: str) -> Non
     assert axis.state == "broken" and named in axis.finding
 
 
-def test_likely_tokens_are_no_fault_where_groups_were_dropped_nor_is_a_slope_within_its_error() -> None:
+def test_likely_tokens_among_chosen_answers_and_slopes_within_errors_are_no_faults() -> None:
     counts = {"buffer/dropped_zero_variance": 3.0, "buffer/dropped_late/reward": 1.0}
     dropped = figures(32, {**COMPARED, **counts}, surprise=0.3)
     assert by_name(dropped)["precision"].state == "exact"
@@ -61,7 +61,7 @@ def test_likely_tokens_are_no_fault_where_groups_were_dropped_nor_is_a_slope_wit
     assert by_name(figures(16, slope=4e-3, slope_error=1e-3, explained=0.5))["precision"].state == "bounded"
 
 
-def test_a_server_with_other_weights_breaks_the_axis_and_what_is_not_measured_is_said() -> None:
+def test_a_server_with_other_weights_breaks_the_axis_of_weights_alone() -> None:
     found = by_name(figures(32, {"parity/weights/compared": 3.0, "parity/weights/unequal": 1.0}))
     assert found["weights"].state == "broken" and found["precision"].state == "exact"
     nothing = certificate({})
@@ -69,7 +69,7 @@ def test_a_server_with_other_weights_breaks_the_axis_and_what_is_not_measured_is
     assert len(format_certificate(nothing).splitlines()) == 1 + len(nothing)
 
 
-def test_a_wrong_support_is_a_fault_unless_few_tokens_at_the_border_of_top_p_have_one() -> None:
+def test_wrong_supports_are_a_fault_unless_they_are_few() -> None:
     supports = {"parity/support/tokens": 10_000.0, "parity/support/mass": 0.8, "parity/support/wrong": 0.005}
     for bits, state in ((32, "exact"), (16, "bounded")):
         assert by_name(figures(bits, {**COMPARED, **supports}))["support"].state == state
@@ -77,7 +77,7 @@ def test_a_wrong_support_is_a_fault_unless_few_tokens_at_the_border_of_top_p_hav
         assert by_name(figures(bits, wrong))["support"].state == "broken"
 
 
-def test_experts_of_other_weights_are_a_fault_and_the_reason_of_far_logprobs_unless_weights_have_moved() -> None:
+def test_experts_of_other_weights_are_a_fault_unless_weights_have_moved() -> None:
     far = {"mean_abs": 1.0, "p99_abs": 6.0, "slope": -0.33, "explained": 0.4}
     for bits, changed, state in ((32, 0.0, "exact"), (32, 0.02, "broken"), (16, 0.054, "bounded"), (16, 0.6, "broken")):
         more = {**COMPARED, "routing/changed_fraction": changed}

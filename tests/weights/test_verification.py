@@ -119,7 +119,7 @@ def test_one_token_may_differ_by_the_rounding_of_a_large_bfloat16_logit(model_fo
         verify(server_config("hf", model_folder), rounded, torch.float32)
 
 
-def test_sums_of_weights_are_those_of_fused_and_padded_ones_and_show_one_empty_expert() -> None:
+def test_sums_of_weights_are_those_of_fused_ones_and_show_one_empty_expert() -> None:
     """The sizes of 1, -2, 3, -4 add up to 10 and the values to -2, whatever the shapes, types and padding."""
     q, k = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, -4.0]])
     fused = torch.cat([q, k, torch.zeros(3, 2)]).T
@@ -160,7 +160,7 @@ def weighing(*servers: WeighedServer, rank: int = 0, **weight_sync: Any) -> Weig
     return publisher_for(config, [url_of(server) for server in servers])
 
 
-def test_a_server_that_comes_to_hold_other_weights_is_left_out_and_named_and_the_others_get_the_push_again() -> None:
+def test_a_server_that_comes_to_hold_other_weights_is_named_and_left_out() -> None:
     good, bad = WeighedServer(-1.0, 3.0), WeighedServer(-1.0, 3.0)
     publisher = weighing(good, bad)
     assert push_to(publisher, compares=True).num_compared == 2
@@ -194,7 +194,7 @@ def test_nothing_is_compared_with_verify_every_0_or_where_adapters_travel() -> N
     assert push_to(weighing(*servers, rank=4, lora="adapter"), compares=True).num_compared == 0
 
 
-def test_an_expert_that_the_hf_engine_does_not_load_is_found_in_the_next_verified_push(tmp_path: Path) -> None:
+def test_an_expert_that_the_hf_engine_does_not_load_is_found_when_verified(tmp_path: Path) -> None:
     """The expert is empty: no weight is NaN, and no token of the text need go to it."""
     config = server_config("hf", save_moe(tmp_path / "model"))
     config = changed(config, run={"dir": tmp_path}, weight_sync={"transport": "disk"})

@@ -29,7 +29,7 @@ EXPLAINED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ParityLimits:
     """The largest differences of sound runs, in nats but for ratio and slope."""
 
     mean: float
@@ -41,15 +41,15 @@ class Limits:
 
 
 LIMITS = {
-    32: Limits(mean=2e-5, p99=2e-5, largest=1e-4, ratio=2e-5, slope=1e-5),
-    16: Limits(mean=0.02, p99=0.1, largest=math.inf, ratio=2e-3, slope=1e-3),
+    32: ParityLimits(mean=2e-5, p99=2e-5, largest=1e-4, ratio=2e-5, slope=1e-5),
+    16: ParityLimits(mean=0.02, p99=0.1, largest=math.inf, ratio=2e-3, slope=1e-3),
 }
 """[bits of the learner's compute type] sound tiny models with SGLang and transformers on CPUs reach a tenth to a half.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ParityAxis:
     """What is known of one way in which engine and learner may differ."""
 
     name: str
@@ -57,31 +57,31 @@ class Axis:
     finding: str
 
 
-def certificate(figures: Values) -> list[Axis]:
+def certificate(figures: Values) -> list[ParityAxis]:
     """Return the axes of a run, from the figures of its metrics by key."""
     return [_weights(figures), _precision(figures), _support(figures), _routing(figures), _old_kv(figures)]
 
 
-def _weights(figures: Values) -> Axis:
+def _weights(figures: Values) -> ParityAxis:
     compared, unequal = (figures.get(f"parity/weights/{name}", 0.0) for name in ("compared", "unequal"))
     if unequal:
         found = f"{unequal:.0f} times a server held other weights than the learner; it was restarted"
-        return Axis("weights", "broken", found)
+        return ParityAxis("weights", "broken", found)
     if not compared:
-        return Axis("weights", "not measured", "no server's weights were compared by their sums")
-    return Axis("weights", "exact", f"{compared:.0f} times the weights of a server had the learner's sums")
+        return ParityAxis("weights", "not measured", "no server's weights were compared by their sums")
+    return ParityAxis("weights", "exact", f"{compared:.0f} times the weights of a server had the learner's sums")
 
 
-def _precision(figures: Values) -> Axis:
+def _precision(figures: Values) -> ParityAxis:
     if not (n := figures.get("parity/precision/tokens", 0.0)):
-        return Axis("precision", "not measured", "no token was trained by the version that sampled it")
+        return ParityAxis("precision", "not measured", "no token was trained by the version that sampled it")
     bits = int(figures["parity/precision/bits"])
     if fault := find_fault(figures, n, LIMITS[bits]):
-        return Axis("precision", "broken", f"{fault}: {_numbers(figures, 'precision')}")
-    return Axis("precision", "exact" if bits == 32 else "bounded", _numbers(figures, "precision"))
+        return ParityAxis("precision", "broken", f"{fault}: {_numbers(figures, 'precision')}")
+    return ParityAxis("precision", "exact" if bits == 32 else "bounded", _numbers(figures, "precision"))
 
 
-def find_fault(figures: Values, tokens: float, limits: Limits) -> str:
+def find_fault(figures: Values, tokens: float, limits: ParityLimits) -> str:
     """Return what is wrong with the tokens of the axis `precision`, in words; "" if they are within the limits."""
     f = {name: figures[f"parity/precision/{name}"] for name in _NAMES}
     is_far = f["mean_abs"] > limits.mean or f["p99_abs"] > limits.p99 or f["max_abs"] > limits.largest
@@ -114,33 +114,33 @@ def _is_selected(figures: Values) -> bool:
     return any(figures[key] > 0 for key in drops) or figures.get("staleness/max") != 0
 
 
-def _support(figures: Values) -> Axis:
+def _support(figures: Values) -> ParityAxis:
     if not (n := figures.get("parity/support/tokens", 0.0)):
-        return Axis("support", "not measured", "no token of equal version has a recorded support")
+        return ParityAxis("support", "not measured", "no token of equal version has a recorded support")
     wrong, mass = figures["parity/support/wrong"], figures["parity/support/mass"]
     found = f"{n:,.0f} tokens, drawn from ids that have {mass:.4f} of the learner's probability in the mean"
     if wrong > WRONG_SUPPORTS + ERRORS * math.sqrt(WRONG_SUPPORTS / n):
         fault = f"{wrong:.1%} of the tokens were drawn from other ids than rollout.top_p and top_k keep"
-        return Axis("support", "broken", f"{fault}: {found}")
-    return Axis("support", "exact" if figures["parity/precision/bits"] == 32 else "bounded", found)
+        return ParityAxis("support", "broken", f"{fault}: {found}")
+    return ParityAxis("support", "exact" if figures["parity/precision/bits"] == 32 else "bounded", found)
 
 
-def _routing(figures: Values) -> Axis:
+def _routing(figures: Values) -> ParityAxis:
     if (changed := figures.get("routing/changed_fraction")) is None:
-        return Axis("routing", "not measured", "no experts of an engine are replayed")
+        return ParityAxis("routing", "not measured", "no experts of an engine are replayed")
     found = f"the learner's own choice of experts differs for {changed:.2%} of (token, layer)"
     if figures.get("staleness/max"):
-        return Axis("routing", "bounded", f"replayed; {found}, also because the weights have moved")
+        return ParityAxis("routing", "bounded", f"replayed; {found}, also because the weights have moved")
     bits = int(figures["parity/precision/bits"])
     if changed > CHANGED_EXPERTS[bits]:
-        return Axis("routing", "broken", f"{found}: the engine's record is of other weights or other tokens")
-    return Axis("routing", "exact" if bits == 32 else "bounded", f"replayed; {found}")
+        return ParityAxis("routing", "broken", f"{found}: the engine's record is of other weights or other tokens")
+    return ParityAxis("routing", "exact" if bits == 32 else "bounded", f"replayed; {found}")
 
 
-def _old_kv(figures: Values) -> Axis:
+def _old_kv(figures: Values) -> ParityAxis:
     if not figures.get("parity/old_kv/tokens"):
-        return Axis("age of KV", "not measured", "no token of the learner's version read KV of an older one")
-    return Axis("age of KV", "bounded", f"no limit; {_numbers(figures, 'old_kv')}")
+        return ParityAxis("age of KV", "not measured", "no token of the learner's version read KV of an older one")
+    return ParityAxis("age of KV", "bounded", f"no limit; {_numbers(figures, 'old_kv')}")
 
 
 _NAMES = (
@@ -157,11 +157,11 @@ def _numbers(figures: Values, axis: str) -> str:
     )
 
 
-def is_broken(axes: list[Axis]) -> bool:
+def is_broken(axes: list[ParityAxis]) -> bool:
     return any(axis.state == "broken" for axis in axes)
 
 
-def format_certificate(axes: list[Axis]) -> str:
+def format_certificate(axes: list[ParityAxis]) -> str:
     """Return the page, a line for each axis."""
     width = max(len(axis.name) for axis in axes)
     lines = [f"{axis.name:<{width}}  {axis.state:<12}  {axis.finding}\n" for axis in axes]

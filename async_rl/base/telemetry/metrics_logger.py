@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.base.config import Config
-from async_rl.base.telemetry.certificate import Axis, format_certificate
+from async_rl.base.telemetry.certificate import ParityAxis, format_certificate
 from async_rl.base.telemetry.examples import Example
 from async_rl.base.telemetry.metrics import (
     DeclarationFile,
@@ -225,7 +225,7 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     value_width = max((len(value) for _, value in rows), default=0)
     table = "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
     alarms = f"\n{summary['alarms']}\n" if summary.get("alarms") else ""
-    axes = [Axis(**axis) for axis in summary.get("certificate", ())]
+    axes = [ParityAxis(**axis) for axis in summary.get("certificate", ())]
     parity = f"\n{format_certificate(axes)}" if axes else ""
     return f"\n{table}{parity}{alarms}{_next_commands(summary)}"
 

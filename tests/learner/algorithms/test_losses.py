@@ -239,7 +239,7 @@ def test_a_constant_advantage_has_no_expected_gradient_once_scores_are_centered(
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_the_gradient_of_score_centering_is_that_of_finite_differences_with_its_weights_held(cap: float) -> None:
+def test_score_centering_has_the_gradient_of_finite_differences_with_weights_held(cap: float) -> None:
     """-A (w d log p - sum_H c d log p_v), with w and c written out for one token whose head is 2 of 5 tokens."""
     logits = double([0.3, -0.2, 0.9, 0.1, -1.0]).requires_grad_()
     q = double([0.4, 0.3, 0.1, 0.15, 0.05])

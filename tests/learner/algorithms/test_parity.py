@@ -80,7 +80,7 @@ def of_sampler(p: Tensor, q: Tensor, sampled: Tensor | None = None) -> Values:
     return {key.removeprefix("parity/precision/"): value for key, value in values.items()}
 
 
-def test_the_mean_ratio_is_the_mass_that_the_engine_kept_and_the_slope_its_temperature(one_rank: None) -> None:
+def test_the_mean_ratio_is_the_mass_an_engine_kept_and_the_slope_its_temperature(one_rank: None) -> None:
     logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p = logits.softmax(-1)
     cut = torch.where(p > 0.02, p, 0.0)

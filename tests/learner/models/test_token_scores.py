@@ -173,7 +173,7 @@ def test_gradients_over_supports_agree_with_finite_differences(
 
 
 @pytest.mark.parametrize("rows_at_once", [100, 2])
-def test_logprobs_of_all_ids_and_their_gradients_are_those_of_a_mask_and_of_finite_differences(
+def test_logprobs_of_all_ids_are_those_of_a_mask_with_gradients_that_fit(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)

@@ -16,7 +16,7 @@ import torch
 
 from async_rl.base.config import Config
 from async_rl.base.models_and_data.experts import recorded_experts
-from async_rl.base.telemetry.certificate import Axis, certificate
+from async_rl.base.telemetry.certificate import ParityAxis, certificate
 from async_rl.base.telemetry.metrics import Declaration, Figures
 from async_rl.base.types import Batch
 from async_rl.base.weights import open_publisher
@@ -62,10 +62,10 @@ async def sampled(engine: HFEngine, config: Config, version: int) -> Batch:
     return batch_of(*groups, version=version)
 
 
-def certified(config: Config, plant: Plant = lambda engine: None) -> dict[str, Axis]:
+def certified(config: Config, plant: Plant = lambda engine: None) -> dict[str, ParityAxis]:
     """The axes of a run of a few steps by name: sample, train, push and verify. The error is planted after step 1."""
 
-    async def run(engine: HFEngine) -> list[Axis]:
+    async def run(engine: HFEngine) -> list[ParityAxis]:
         updater = Updater(config, torch.device("cpu"))
         pusher = Pusher(config, updater, open_publisher(config, [engine.url], 0, torch.device("cpu")))
         declared: dict[str, Declaration] = {}

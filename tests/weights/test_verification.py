@@ -188,10 +188,13 @@ def test_a_server_that_joins_is_compared_in_its_first_push() -> None:
     assert [member.name for member in report.lost] == ["rollout/0"]
 
 
-def test_nothing_is_compared_with_verify_every_0_or_where_adapters_travel() -> None:
+def test_sums_are_not_compared_with_verify_every_0_of_adapters_or_at_a_servers_url() -> None:
     servers = WeighedServer(-1.0, 3.0), WeighedServer(9.0, 9.0)
     assert push_to(weighing(*servers, verify_every=0), compares=True).num_compared == 0
     assert push_to(weighing(*servers, rank=4, lora="adapter"), compares=True).num_compared == 0
+    publisher = weighing(*servers)
+    publisher.config = changed(publisher.config, rollout={"engine": "sglang", "server_url": "http://127.0.0.1:9"})
+    assert push_to(publisher, compares=True).num_compared == 0
 
 
 def test_an_expert_that_the_hf_engine_does_not_load_is_found_when_verified(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class WeightSyncConfig(OnePart):
     verify_every: NonNegativeInt = 50
     """Verify the first push, then every so many: the sums of a server's weights and its logprobs of a probe text must
     be the learner's. In the first one every weight is also set to NaN before it, and must be loaded. A server that
-    serves something else in a later one is restarted. 0: never."""
+    serves something else in a later one is restarted. At rollout.server_url only logprobs are compared. 0: never."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that `transport`, one of your own, declares."""
 

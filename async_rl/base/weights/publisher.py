@@ -254,7 +254,8 @@ class WeightPublisher:
         """Return the members whose weights are compared in this push: all, or those that have joined since."""
         sync, current = self.config.weight_sync, self.members.current
         self._compared &= set(current)
-        if not sync.verify_every or sync.lora == "adapter":  # the tensors are adapters, which no server keeps
+        # Adapters are no weights that a server keeps, and a server that the run did not start may know no sums.
+        if not sync.verify_every or sync.lora == "adapter" or self.config.rollout.server_url:
             return []
         return [
             member for member in current

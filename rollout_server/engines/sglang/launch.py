@@ -94,7 +94,12 @@ def why_refused(config: Config) -> str:
             "with speculative-algorithm in rollout.server_args it does not say which tokens rollout.top_p, top_k and "
             "min_p keep. Set algorithm.support: ignore, or leave it out"
         )
-    if recorded_experts(config) and _user_flags(config).get("chunked-prefill-size") == -1:
+    if "speculative-algorithm" in flags and recorded_experts(config):
+        return (
+            "with speculative-algorithm in rollout.server_args nobody has compared the experts that it records "
+            "(rollout.routing replay) with those that sampled the tokens. Leave it out, or set rollout.routing: ignore"
+        )
+    if _user_flags(config).get("chunked-prefill-size") == -1 and recorded_experts(config):
         return (
             "it can't record experts (rollout.routing replay) with chunked-prefill-size -1 in rollout.server_args: its "
             "record has too few rows. Leave it out, or set rollout.routing: ignore"

@@ -17,8 +17,16 @@ from rollout_server.engines.base import Purpose, SampledReply, StopTexts
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.conversation.session import Node, make_rows
 from tests.kit.configs import server_config
-from tests.kit.engines.replies import TOLERANCE, from_scratch, recomputed_logprobs, request_for, with_engine
+from tests.kit.engines.replies import (
+    TOLERANCE,
+    from_scratch,
+    generate,
+    recomputed_logprobs,
+    request_for,
+    with_engine,
+)
 from tests.kit.engines.routed import experts_as_sampled
+from tests.kit.engines.servers import SGLangServer
 from tests.kit.engines.tags import check_tags
 from tests.kit.engines.turns import next_turn
 from tests.kit.routing import tiny_experts, written_out
@@ -42,12 +50,12 @@ def test_an_answer_has_the_experts_of_each_token_and_its_logprobs_follow_from_th
 ) -> None:
     requests = [request_for(index, max_tokens=30, wants_routing=index != 3) for index in range(4)]
 
-    async def generate(engine: HFEngine) -> list[list[SampledReply]]:
+    async def ask(engine: HFEngine) -> list[list[SampledReply]]:
         held_out = dataclasses.replace(requests[0], purpose=Purpose.EVALUATION, wants_routing=False)
         running = [engine.generate(request) for request in (held_out, *requests)]
         return (await asyncio.gather(*running))[1:]
 
-    groups = with_engine(server_config("hf", folder), generate)
+    groups = with_engine(server_config("hf", folder), ask)
     assert all(reply.routing is None for reply in groups[3])
     for request, replies in zip(requests[:3], groups, strict=False):
         for reply in replies:
@@ -117,6 +125,28 @@ def test_the_rows_of_an_episode_have_the_experts_of_each_token_when_it_was_fed_f
         assert each.routing is not None and (each.routing[: len(known)] != known).any()
         logprobs = from_scratch(models[1], second.prompt.tokens, each.tokens, 1.0)
         np.testing.assert_allclose(each.logprobs, logprobs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Olmoe"])
+def test_sglang_records_the_experts_of_families_that_need_its_changes(family: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    lm = tiny_experts(family, max_position_embeddings=1024, **sizes)
+    lm.save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    server = SGLangServer(server_config("sglang", tmp_path / "model"), tmp_path)
+    try:
+        server.run(server.engine.start(), server.config.timeouts.startup_s)
+        request = request_for(5, n=2, max_tokens=40, wants_routing=True)
+        (replies,) = generate(server, request)
+    finally:
+        server.close()
+    for reply in replies:
+        expected = experts_as_sampled({0: lm}, request.prompt.tokens, reply, keeps_kv=True)
+        np.testing.assert_array_equal(reply.routing, expected)
+        logprobs = recomputed_logprobs(lm, request, reply)
+        np.testing.assert_allclose(reply.logprobs, logprobs, atol=2e-5, rtol=0)
 
 
 def test_an_engine_does_not_start_with_a_family_whose_choice_it_does_not_see(tmp_path: Path) -> None:

@@ -71,10 +71,11 @@ def test_a_mixture_that_sglang_would_serve_wrongly_or_without_its_experts_is_ref
     with pytest.raises(ConfigError, match=r"layers 1 "):
         check_model(dense)
     check_model(changed(dense, rollout={"engine": "hf"}))
-    config = make_config(tmp_path / "sparse", rollout={"server_args": {"chunked_prefill_size": -1}})
-    with pytest.raises(ConfigError, match=r"rollout\.routing"):
-        check_model(config)
-    check_model(changed(config, rollout={"routing": "ignore"}))
+    for flags in ({"chunked_prefill_size": -1}, {"speculative_algorithm": "EAGLE"}):
+        config = make_config(tmp_path / "sparse", rollout={"server_args": flags})
+        with pytest.raises(ConfigError, match=r"rollout\.routing"):
+            check_model(config)
+        check_model(changed(config, rollout={"routing": "ignore"}))
 
 
 def test_an_engine_that_does_not_record_experts_is_refused_for_a_mixture(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ $(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
 test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-unit: venv  ## the quick tests, which start no process, in a few minutes
+unit: venv  ## the quick tests: they start no process and compute little
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
 
 nightly: venv vllm  ## the long tests
 	$(BIN)/python -m pytest --hypothesis-profile default -m nightly
-	$(BIN)/python -m pytest -q -n auto --hypothesis-profile default -m "not gpu and not nightly and not processes"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile default -m "not gpu and not nightly and not e2e"
 
 check: venv  ## sizes, import direction, ruff, mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py

@@ -35,6 +35,8 @@ from tests.kit.configs import changed, make_config
 from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

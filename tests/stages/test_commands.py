@@ -23,6 +23,8 @@ from learner.stages import reward_training
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_bare_reward_model, save_tiny_model, save_tool_model
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:

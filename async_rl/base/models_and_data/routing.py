@@ -43,6 +43,7 @@ class Routing:
         self._seen: list[Tensor | None] | None = None
         for i, block in enumerate(blocks):
             block.forward = partial(self._forward, i, block.forward)
+            block.experts.forward = partial(self._experts_forward, block.experts.forward)
 
     def _forward(self, layer: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
         choice = _ExpertChoice(self.experts.count, None if self.given is None else self.given[:, layer])
@@ -53,6 +54,14 @@ class Routing:
         if self._seen is not None:
             self._seen[layer] = choice.seen
         return output
+
+    def _experts_forward(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Compute the experts, after the choice. A record of small batches would cost most here, as nothing is to see.
+        """
+        if self._seen is None:
+            return forward(*args, **options)
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **options)
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:

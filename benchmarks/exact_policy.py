@@ -10,8 +10,8 @@ proof      transformers computes every token's distribution from scratch, in flo
            is off by more than 2e-5
 ratios     learner's over behaviour probability at equal weights: over the sets, and over the whole vocabulary
 bytes      what the supports take in a message, and so in the journal, for each sampled token
-cost       tokens/s of the engine, and seconds of a learner's step on the same tokens, with supports and without.
-           Seconds of a step are processor seconds of one thread
+cost       tokens the engine and its client generate in a second, and seconds of a learner's step on the same tokens,
+           with supports and without. Seconds are processor seconds, so that other load on the machine counts little
 
 Cells are added to those in OUT.json.
 """
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -71,10 +72,16 @@ def requests_of(config: Config, task: Task, count: int, first: int, wants_suppor
 
 async def generate(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[Answered, float]:
     """Return the replies to all requests, which run at the same time, and tokens per second."""
-    start_s = time.monotonic()
+    start_s = processor_seconds()
     replies = await asyncio.gather(*map(engine.generate, requests))
     tokens = sum(len(reply.tokens) for group in replies for reply in group)
-    return list(zip(requests, replies, strict=True)), tokens / (time.monotonic() - start_s)
+    return list(zip(requests, replies, strict=True)), tokens / (processor_seconds() - start_s)
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and of those that it has started and that live."""
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
 
 
 async def answer(config: Config, task: Task, tokens: int, rounds: int) -> tuple[Answered, dict[str, list[float]]]:
@@ -84,7 +91,8 @@ async def answer(config: Config, task: Task, tokens: int, rounds: int) -> tuple[
         await engine.start()
         try:
             count = max(1, -(-tokens // (rounds * GROUP_SIZE * MAX_TOKENS)))
-            await generate(engine, requests_of(config, task, 2, 0, wants_support=True))  # warm up
+            (sample,) = requests_of(config, task, 1, 0, wants_support=True)
+            await generate(engine, [dataclasses.replace(sample, max_tokens=8)])  # warm up
             answered: Answered = []
             speeds: dict[str, list[float]] = {"with": [], "without": []}
             for number in range(rounds if tokens else 0):

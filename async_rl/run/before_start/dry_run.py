@@ -75,8 +75,8 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
 
 
 _SUPPORT_BYTES = {0.8: (3.6, 21.0), 0.9: (5.1, 51.0), 0.95: (7.2, 108.0), 0.99: (16.0, 417.0)}
-"""[top_p] bytes a token of supports as they are sent: at temperature 0.6 and 1, SmolLM2-135M on questions of GSM8K
-(benchmarks/results/exact_policy.md)."""
+"""[top_p] bytes a token of supports as they are sent, at temperature 0.6 and 1: of 8 answers of SmolLM2-135M with 96
+tokens each, whose distributions have a mean entropy of 0.67 and 2.05 nats. A larger model is surer, and takes less."""
 _ID_BYTES = 1.5
 """Bytes of an id, when a set has only few."""
 

@@ -19,6 +19,7 @@ from tests.kit.learner.batches import make_routed_batch
 from tests.kit.learner.updates import reference_logprobs
 from tests.kit.routing import CHOSEN, COUNT, FAMILIES, blocks_of, experts_in, tiny_experts, written_out
 
+pytestmark = pytest.mark.processes  # together they compute for long
 TOKENS = torch.arange(3, 23).view(2, 10)
 
 

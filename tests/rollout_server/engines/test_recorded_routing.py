@@ -32,6 +32,7 @@ from tests.kit.engines.turns import next_turn
 from tests.kit.routing import tiny_experts, written_out
 from tests.kit.tiny_moe import moe_model, save_moe
 
+pytestmark = pytest.mark.processes  # together they compute for long
 SIZES = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [1]}
 
 

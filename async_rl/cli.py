@@ -281,9 +281,9 @@ def _train(args: argparse.Namespace) -> int:
     if args.gpu_gb and not args.dry_run:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
-        from async_rl.api import config_to_start, nothing_left
         from async_rl.base.telemetry.metrics_logger import format_summary
         from async_rl.pipeline import run
+        from async_rl.run.before_start.chosen_run import config_to_start, nothing_left
 
         signals.check()
         config, complete_dir = config_to_start(args.config, args.overrides, args.resume)
@@ -392,7 +392,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
-    from async_rl.base.run_dir.run_dir import answer_pause
+    from async_rl.base.run_dir.watch_events import answer_pause
 
     answer_pause(args.run_dir, args.answer)
     print(f"{args.run_dir} has the answer, and acts on it within seconds")

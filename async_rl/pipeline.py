@@ -46,12 +46,12 @@ from async_rl.base.errors import (
     ProcessKilledError,
     WaitTimeoutError,
 )
-from async_rl.base.models_and_data.hub import commits, located, upload_model
+from async_rl.base.models_and_data.fetching import commits, located
 from async_rl.base.models_and_data.hub_names import absolute_paths, hub_repos
 from async_rl.base.run_dir.checkpoints import list_checkpoints
 from async_rl.base.run_dir.files import write_whole
 from async_rl.base.run_dir.free_space import full_disk_named
-from async_rl.base.run_dir.run_dir import INTERRUPTED, asked_name, open_run_dir, rollbacks_of
+from async_rl.base.run_dir.run_dir import INTERRUPTED, asked_name, open_new_run_dir
 from async_rl.base.telemetry.plots import plot_learning_curve
 from async_rl.base.telemetry.status import INTERRUPTED_END, NORMAL_END
 from async_rl.run.before_start.preflight import check_inputs, check_names
@@ -94,7 +94,11 @@ def run(
         signals.check()
         control, resume = control or RunControl(), config.run.resume
         while True:
-            decided = {**decided, **rollbacks_of(resume)}
+            decided = {**decided, "run.resume": resume, "watch.rollbacks": 0}
+            if resume:
+                from async_rl.base.run_dir.watch_events import rollbacks_of
+
+                decided = {**decided, **rollbacks_of(resume)}
             summary = _run_once(config, decided, signals, cautions, beside, control)
             if "rolled_back" not in summary:
                 break
@@ -123,6 +127,15 @@ def _run_once(
                 raise
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(how_to_resume(run_dir)) from None
+
+
+def open_run_dir(config: Config, decided: Decided) -> AbstractContextManager[Decided]:
+    """Return a context that makes and locks the directory of a new run, or locks that of run.resume."""
+    if resume := decided.get("run.resume", config.run.resume):
+        from async_rl.base.run_dir.resuming import open_resumed_run_dir
+
+        return open_resumed_run_dir(config, decided, resume)
+    return open_new_run_dir(config, decided)
 
 
 def how_to_resume(run_dir: Path) -> str:
@@ -173,7 +186,7 @@ def train_once(
             servers = supervisor.end_restarts()
             if not signals.requested and not log.end_reason:
                 evaluate_trained(config, processes, log, servers)
-                supervisor.watch.act(at_end=True)
+                supervisor.act(at_end=True)
             counters = close_buffer(config, processes, log, revive)
             interrupted = f"{INTERRUPTED_END}; {how_to_resume(run_dir)}".rstrip("; ")
             supervisor.watchdog.write_status(interrupted if signals.requested else NORMAL_END)
@@ -184,9 +197,12 @@ def train_once(
             control.disconnect()
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters) | ({INTERRUPTED: True} if signals.requested else {})
-        supervisor.watch.complete(summary)
+        if supervisor.watch:
+            supervisor.watch.complete(summary)
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        if "rolled_back" not in summary:
+        if config.checkpoint.push_to_hub and "rolled_back" not in summary:
+            from async_rl.base.models_and_data.hub import upload_model
+
             upload_model(config, run_dir / "model", log.logger.note)
     plot_learning_curve(run_dir)
     return summary
@@ -200,7 +216,7 @@ def start_processes(
     Returns:
         The buffer's address, and {name: address} of the judge's servers.
     """
-    from async_rl.run.processes.actors import BufferActor, JudgeActor, LearnerActor, learner_threads, server_class
+    from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads, server_class
 
     limit = config.timeouts.limit("startup_s")
     placement, engines = config.placement, ", ".join(config.engine_entries)
@@ -215,7 +231,11 @@ def start_processes(
     servers_by_name = {
         name: processes.start(name, server_class(name), index) for index, name in enumerate(config.server_names)
     }
-    judges = {name: processes.start(name, JudgeActor, index) for index, name in enumerate(config.judge_names)}
+    judges: dict[str, Any] = {}
+    for index, name in enumerate(config.judge_names):
+        from async_rl.run.processes.judge_actor import JudgeActor
+
+        judges[name] = processes.start(name, JudgeActor, index)
     learners = {
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, r, threads=learner_threads(config))
         for r in range(ranks)

@@ -33,7 +33,7 @@ from async_rl.base.config import Config, RunConfig, StalenessConfig
 from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import AsyncRLError
-from async_rl.base.models_and_data.hub import located, pinned
+from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
 from async_rl.base.network import api_key, authorization
 from async_rl.base.types import Batch

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shutil
 import sqlite3
 import zlib
 from collections import Counter, deque
@@ -38,7 +37,6 @@ from typing import Any, BinaryIO, NamedTuple, get_type_hints
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.messages import codec
 from async_rl.base.messages.codec import GroupColumns
-from async_rl.base.run_dir.checkpoints import TrainingState
 from async_rl.base.types import (
     EpisodeFacts,
     Flag,
@@ -78,7 +76,7 @@ class PayloadFiles:
         self._folder = folder
         self._kept = Counter(place.file for place in kept)
         folder.mkdir(parents=True, exist_ok=True)
-        there = set(_numbers(folder))
+        there = set(file_numbers(folder))
         for number in there - self._kept.keys():
             (folder / str(number)).unlink()
         # Never append to the last file of a buffer that was killed: its last write may be incomplete.
@@ -123,23 +121,7 @@ class PayloadFiles:
         self._file = (self._folder / str(self._newest)).open("xb")
 
 
-def share_files(source: Path, target: Path) -> list[int]:
-    """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
-
-    Returns the numbers of the files, [] without a folder `source`. A linked file is safe, as none is ever appended to.
-    """
-    numbers = _numbers(source) if source.is_dir() else []
-    for number in numbers:
-        path, copy = source / str(number), target / str(number)
-        if not copy.exists():
-            try:
-                copy.hardlink_to(path)
-            except OSError:
-                shutil.copyfile(path, copy)
-    return numbers
-
-
-def _numbers(folder: Path) -> list[int]:
+def file_numbers(folder: Path) -> list[int]:
     """Return the numbers of the payload files in a folder. Others, such as NFS's .nfs0000a1, are left alone."""
     return [int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdecimal()]
 
@@ -245,23 +227,7 @@ def _write_groups(columns: Sequence[str]) -> str:
         f"ON CONFLICT (group_id) DO UPDATE SET {changes}"
     )
 
-
 _WRITE_ROW, _WRITE_ARRIVED_ROW = _write_groups(_STORE_COLUMNS), _write_groups((*_STORE_COLUMNS, *ARRIVED_COLUMNS))
-_IMPORT_PAST = (
-    "REPLACE INTO groups SELECT * FROM past.groups "
-    "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
-    # Batches after the checkpoint, which a group may have been in as well, are discarded.
-    "UPDATE groups SET state = 'trained', final_version = min(ifnull(final_version, :version), :version) "
-    "WHERE state <> 'dropped'",
-    *(
-        f"REPLACE INTO {table} SELECT * FROM past.{table} WHERE group_id IN (SELECT group_id FROM groups)"
-        for table in ARRIVED_TABLES
-    ),
-    "REPLACE INTO uses SELECT * FROM past.uses "
-    "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
-    "REPLACE INTO payloads SELECT * FROM past.payloads "
-    "WHERE group_id IN (SELECT group_id FROM groups) AND file IN (SELECT value FROM json_each(:files))",
-)
 
 
 class Journal:
@@ -272,7 +238,7 @@ class Journal:
     """
 
     def __init__(self, file: Path, keep_steps: int) -> None:
-        self._file = file
+        self.file = file
         self._keep_steps = keep_steps
         self._rows: dict[int, StoredGroup] = {}
         self._arrived = ArrivedRows()
@@ -305,39 +271,26 @@ class Journal:
             ):
                 uses.setdefault(group_id, []).append(version)
             rows = [
-                _row(values, tuple(uses.get(values["group_id"], ())), self._payload(values["group_id"]))
-                for values in _by_name(self._db).execute(f"SELECT * FROM groups WHERE {live}")
+                row_of(values, tuple(uses.get(values["group_id"], ())), self._payload(values["group_id"]))
+                for values in by_name(self._db).execute(f"SELECT * FROM groups WHERE {live}")
             ]
             streaks = self._db.execute("SELECT position, streak FROM streaks WHERE streak IS NOT NULL").fetchall()
         self._scalars = json.loads(found[0])
         return rows, self._scalars, streaks
 
-    def import_past(self, past: Path, saved: TrainingState) -> None:
-        """Copy into a new journal, from the one at `past`, the groups trained or dropped before the checkpoint `saved`.
+    def copy_from(self, past: Path, statements: Iterable[str], numbers: Mapping[str, Any]) -> None:
+        """Execute SQL statements that copy rows from the journal at `past`, which they call `past`.
 
-        So the tables hold the whole run, also after a resume, without what came after the checkpoint. Without a journal
-        at `past` this does nothing; a second call is harmless. Raises AsyncRLError if `past` can't be read to its end.
+        Raises:
+            sqlite3.Error, OSError: one of the files can't be read or written.
         """
-        if not _has_commits(past):
-            return
-        numbers = {
-            "version": saved.version, "next_id": saved.buffer["scalars"]["next_group_id"],
-            "live": json.dumps([group_id for group_id, *_ in saved.buffer["live"]]),
-        }
-        try:
-            numbers["files"] = json.dumps(share_files(payload_folder(past), payload_folder(self._file)))
-            self._db.execute("ATTACH ? AS past", (str(past),))
-            self._db.execute("BEGIN")
-            for statement in _IMPORT_PAST:
-                self._db.execute(statement, numbers)
-            self._db.execute("COMMIT")
-            self._db.execute("DETACH past")
-            self._open_payloads()
-        except (sqlite3.Error, OSError) as error:
-            raise AsyncRLError(
-                f"the journal of the run before the resume, {past}, can't be copied into {self._file}: {error}. Free "
-                "some disk. If the file is damaged, move it away: the run then continues without its earlier groups"
-            ) from None
+        self._db.execute("ATTACH ? AS past", (str(past),))
+        self._db.execute("BEGIN")
+        for statement in statements:
+            self._db.execute(statement, numbers)
+        self._db.execute("COMMIT")
+        self._db.execute("DETACH past")
+        self._open_payloads()
 
     def record(self, row: StoredGroup) -> None:
         self._rows[row.group_id] = row
@@ -404,7 +357,7 @@ class Journal:
             group_id: Place(*place)
             for group_id, *place in self._db.execute("SELECT group_id, file, start, bytes FROM payloads")
         }
-        self._files = PayloadFiles(payload_folder(self._file), self._kept.values())
+        self._files = PayloadFiles(payload_folder(self.file), self._kept.values())
         self._final = deque(
             self._db.execute(
                 "SELECT final_version, group_id FROM groups JOIN payloads USING (group_id) "
@@ -414,7 +367,7 @@ class Journal:
 
     def _payload(self, group_id: int) -> bytes:
         place = self._kept.get(group_id)
-        return read_payload(payload_folder(self._file), place) if place else b""
+        return read_payload(payload_folder(self.file), place) if place else b""
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
@@ -422,7 +375,7 @@ class Journal:
             yield
         except (sqlite3.Error, OSError) as error:
             raise AsyncRLError(
-                f"the buffer's journal {self._file}: {error}. Free some disk there, or set buffer.journal=false"
+                f"the buffer's journal {self.file}: {error}. Free some disk there, or set buffer.journal=false"
             ) from None
 
 
@@ -436,44 +389,11 @@ def check_schema(database: sqlite3.Connection, file: Path) -> None:
         )
 
 
-def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, StoredGroup]:
-    """Return, by id, the rows of those groups of `group_ids` that arrived, have a payload and were not dropped.
-
-    A group that was dropped only because the run was shut down is returned.
-
-    Groups that can't be read, all if there is no journal at `file`, are left out: a resumed run generates them again.
-    """
-    rows = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(sqlite3.Error))
-        db = stack.enter_context(contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)))
-        check_schema(db, file)
-        for group_id in group_ids:
-            found = _by_name(db).execute(
-                "SELECT * FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
-                "AND ifnull(drop_reason, '') IN ('', 'shutdown')", (group_id,)
-            ).fetchone()
-            if found:
-                with contextlib.suppress(OSError):
-                    payload = read_payload(payload_folder(file), Place(*map(found.__getitem__, Place._fields)))
-                    rows[group_id] = _row(found, (), payload)
-    return rows
-
-
-def _has_commits(file: Path) -> bool:
-    """Return whether the file is a journal with at least one commit."""
-    if file.is_file():
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
-            check_schema(db, file)
-            return db.execute("SELECT scalars FROM state").fetchone() is not None
-    return False
-
-
 def payload_folder(file: Path) -> Path:
     return file.with_name(PAYLOADS_NAME.format(file_name=file.name))
 
 
-def _by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
+def by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
     """Return a cursor whose rows are read by the names of their columns."""
     cursor = database.cursor()
     cursor.row_factory = sqlite3.Row
@@ -485,7 +405,7 @@ def _row_values(row: StoredGroup, version: int) -> tuple[Any, ...]:
     return (*_of_row(row), *(row.arrival or _NO_ARRIVAL), version if row.state in FINAL else None)
 
 
-def _row(columns: sqlite3.Row, trained_versions: tuple[int, ...], payload: bytes) -> StoredGroup:
+def row_of(columns: sqlite3.Row, trained_versions: tuple[int, ...], payload: bytes) -> StoredGroup:
     has_arrived = columns["newest_version"] is not None
     arrival = Arrival(**{name: columns[name] for name in Arrival._fields}) if has_arrived else None
     of_row = {name: columns[name] for name in ROW_COLUMNS}

@@ -134,9 +134,9 @@ def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
 
 
 def drop_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
-    """Remove at the end of a run what `take_client_keys` has written, unless `folder` is the driver's own.
+    """Remove the keys that `take_client_keys` has written, at the end of a run.
 
-    That one also holds the buffer's secret key, and other hosts use it until the driver removes it (`own_keys`).
+    The driver's own folder stays: it also has the buffer's secret key, and `own_keys` removes it.
     """
     if files and not (Path(folder) / "server.key_secret").exists():
         shutil.rmtree(folder, ignore_errors=True)  # another process of this host may do the same

@@ -33,7 +33,7 @@ from buffer.stored_group import DropReason, State, StoredGroup
 class Mode(ABC):
     """Decides which groups may start, which are in a batch, which are late, and when a push may begin.
 
-    What most modes share is here.
+    The base class has the rules that most modes share.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -62,7 +62,7 @@ class Mode(ABC):
         """Return the groups of batch `version`; None while the learner has to wait."""
 
     def left_late(self, state: StoreState, version: int) -> list[StoredGroup]:
-        """Return the groups that are dropped as late because batch `version`, which was chosen, left them out."""
+        """Return the groups that are too late once batch `version` was chosen without them. They are dropped."""
         return []
 
     def check(self, row: StoredGroup, state: StoreState, version: int) -> None:
@@ -74,7 +74,7 @@ class Mode(ABC):
             )
 
     def misses_late(self, state: StoreState) -> bool:
-        """Return whether a learner that waits does so for late groups alone; never where it does not wait for these."""
+        """Return whether a waiting learner waits only for late groups; False in modes that never wait for them."""
         return False
 
     def describe_finished(self, state: StoreState) -> str:
@@ -211,7 +211,7 @@ class Exact(Mode):
         return not (state.running or self.capacity(state))
 
     def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
-        """Drop all groups if they do not fill the next staleness.max batches, which no later version can fill."""
+        """Drop all groups unless they fill the next staleness.max batches: later versions can't complete these."""
         bound = self.rules.max_staleness
         members = Counter(
             row.exact_batch for row in rows

@@ -54,7 +54,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One reply to one client, which answers its requests with these `ids`."""
+    """One reply to one client. It answers all requests with these `ids`."""
 
     identity: bytes
     ids: list[int]
@@ -261,7 +261,7 @@ class Operations:
         return True
 
     def _can_start_one_more(self, worker: str) -> None:
-        """Note in a parked `admit` that a group of its worker has ended since, so that all free places are shared."""
+        """Raise the limit of a parked `admit` by one, because a group of its worker has ended since."""
         if parked := self._parked.get(("admit", worker)):
             parked.max_groups += 1
 

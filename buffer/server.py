@@ -20,10 +20,9 @@ from async_rl.base.messages.codec import check_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.ports import shuffled
 from async_rl.base.run_dir.checkpoints import TrainingState, past_file, resumed_training_state
-from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
+from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal
 from buffer.keys import CurveAuthenticator
 from buffer.operations import Operations
-from buffer.prompt_order import PromptDraw
 from buffer.staleness import Rules
 from buffer.store import Store, restore_checkpoint
 from buffer.store_state import StoreState
@@ -52,7 +51,11 @@ class BufferServer:
         journal = Journal(config.run_dir / FILE_NAME, config.journal_kept_steps) if config.buffer.journal else None
         self._journal = journal
         state = StoreState(*((journal.record, journal.record_streak) if journal else ()))
-        draw = PromptDraw(config) if config.task.difficulty.skips else None
+        draw = None
+        if config.task.difficulty.skips:
+            from buffer.difficulty import PromptDraw
+
+            draw = PromptDraw(config)
         self._store = Store(Rules.from_config(config), state, draw, config.eval.is_right)
         self._operations = Operations(config, self._store, journal.record_group if journal else None)
         if found := journal.load() if journal else None:
@@ -119,11 +122,13 @@ class BufferServer:
 
     def _resume(self, saved: TrainingState, run_dir: Path) -> None:
         """Restore the store from a training checkpoint and the earlier run's journal; import that into the new one."""
+        from buffer.past_journal import import_past, read_arrived
+
         past, groups = {}, {}
         ids = [group_id for group_id, *_ in saved.buffer["live"]]
         past_journal = past_file(run_dir, PAST_FILE_NAME, saved.lineage)
         if self._journal:
-            self._journal.import_past(past_journal, saved)
+            import_past(self._journal, past_journal, saved)
         for group_id, row in read_arrived(past_journal, ids).items():
             with contextlib.suppress(WireError):  # the new configuration allows no such group
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)

@@ -6,24 +6,26 @@
                     shutdown             zero_variance,
                                          shutdown
 
-The state is a StoredGroup for each live group and a few scalars, so that a journal can keep it: see store_state.py.
+The state is one StoredGroup per live group and a few scalars (store_state.py). So a journal can keep it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import EvalConfig
 from async_rl.base.errors import WireError
 from async_rl.base.run_dir.checkpoints import TrainingState
 from async_rl.base.types import Slot
 from buffer.modes import Mode, open_mode
-from buffer.prompt_order import PromptDraw
 from buffer.staleness import Rules
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, FlatGroups, Frame, StoredGroup
+
+if TYPE_CHECKING:
+    from buffer.difficulty import PromptDraw
 
 
 class Store:
@@ -157,7 +159,7 @@ class Store:
 
     @property
     def misses_late(self) -> bool:
-        """Whether enough groups for a batch are there, so that a waiting learner waits only for groups that expire."""
+        """Whether enough groups for a batch are there, and the learner waits only for groups that would expire."""
         return self.mode.misses_late(self.state)
 
     def trained(self, version: int) -> None:
@@ -216,7 +218,7 @@ class Store:
         self.state.check_accounting()
 
     def describe(self, now_s: float) -> str:
-        """Return what the next batch is waiting for, for the error of a learner that waits too long."""
+        """Return a text that says what the next batch waits for. The learner's timeout error shows it."""
         state = self.state
         parts = [self.mode.describe_finished(state)]
         if state.running:

@@ -234,7 +234,7 @@ class StoreState:
 
 
 def _add(counter: Counter[int], key: int, change: int) -> None:
-    """Change one count, and forget a key without any, so that a counter has as many keys as there are versions."""
+    """Change one count. A key whose count becomes 0 is removed, so the counter stays small."""
     counter[key] += change
     if not counter[key]:
         del counter[key]

@@ -60,10 +60,10 @@ class Arrival(NamedTuple):
 
 
 class StoredGroup(NamedTuple):
-    """Holds all that the buffer knows of one group. A change makes a new one, so a journal may keep the old one.
+    """All that the buffer knows of one group. It is immutable, so the journal may keep an old one.
 
-    It is a tuple, which is fast to make, because groups change very often. The fields before `outcome`, then those of
-    `outcome`, are the columns of the journal's table of groups, in that order; only its final_version is in no row.
+    It is a tuple because groups change very often, and tuples are fast to make. The journal's table of groups has its
+    fields as columns, in this order, with those of `outcome` at the end. Only final_version is in no table.
     """
 
     group_id: int

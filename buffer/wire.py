@@ -103,7 +103,7 @@ def read_request(frames: Sequence[Frame]) -> Request:
 
 
 def read_request_id(frames: Sequence[Frame]) -> int:
-    """Return the id in a message that may be broken, so that its sender learns of the refusal; 0 if it has none."""
+    """Return the request id of a message that may be broken, to refuse it to its sender; 0: it has none."""
     try:
         header = unpack(view(frames[0])) if frames else None
     except WireError:

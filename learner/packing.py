@@ -48,8 +48,8 @@ def reward_at_tokens(group: Group) -> list[npt.NDArray[np.float64]]:
     """Return for each row the reward that is given at each of its tokens, [T].
 
     The reward of a turn is given at the turn's last token. The last trained token of a row also gets the rewards of all
-    turns in later rows of its episode: what a model did before its history was rewritten led to them too. A turn that
-    is masked for its age has no trained token before its end, so its reward is left out.
+    turns in later rows of its episode, because it led to them. A turn whose tokens are all masked for their age gets no
+    reward.
     """
     placed: list[npt.NDArray[np.float64]] = []
     for indices in rows_by_episode(group):

@@ -21,8 +21,7 @@ from async_rl.api import config_to_start, evaluation_config
 from async_rl.base.config import Config
 from async_rl.base.errors import ProcessDiedError
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.run_dir.run_dir import new_run_dir
+from async_rl.base.run_dir.run_dir import new_run_dir, write_config
 from async_rl.run.processes.signals import RunControl, StopSignals
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}

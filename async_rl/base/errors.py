@@ -66,7 +66,7 @@ class RewardError(AsyncRLError):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception in the group or, if that is a group too, the first one in it, and so on."""
+    """Return the first exception of a group that is no group itself, depth first."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

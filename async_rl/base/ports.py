@@ -58,5 +58,5 @@ def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def shuffled(ports: Sequence[int]) -> list[int]:
-    """Return the ports in an order that is another each time, so that runs that share them seldom try the same."""
+    """Return the ports in random order, so that runs that share them rarely try the same one first."""
     return random.SystemRandom().sample(ports, len(ports))

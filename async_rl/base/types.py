@@ -285,7 +285,7 @@ class Row:
 
     @property
     def sampled(self) -> BoolArray:
-        """[T] True where the model sampled the token and no earlier row has it, also if it is too old to be trained."""
+        """[T] True where the model sampled the token and no earlier row has it. Tokens too old to be trained count."""
         return self.mask if self.too_old is None else self.mask | self.too_old
 
 

@@ -25,29 +25,35 @@ _MOST_DEMONSTRATIONS = 256
 def make_sft_model(config: Config) -> Path:
     """Fine-tune sft.base on the task's demonstrations; returns the result's folder, model.path."""
     from async_rl.base.config.loading import dump_config
-    from async_rl.base.models_and_data.hub import located, pinned
+    from async_rl.base.models_and_data.fetching import located, pinned
     from async_rl.base.models_and_data.hub_names import DATA_KEYS
-    from async_rl.base.models_and_data.model_folder import SFT, check_target, written_whole
+    from async_rl.base.models_and_data.model_folder import SFT
+    from async_rl.base.models_and_data.model_writing import check_target, written_whole
 
     config = pinned(config, ["sft.base", *DATA_KEYS])
     target = check_target("model.path", config.model.path, SFT)
     from learner.stages.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
-    from rollout_server.episodes.demonstrations import Demonstrator, summary_of
-    from rollout_server.tasks.base import Task, open_task
 
     recorded, config = config, located(config, ["sft.base"])
     tokenizer = base_tokenizer(config)
-    source: Demonstrator | Task = Demonstrator(config, tokenizer) if config.sft.oracle else open_task(config, tokenizer)
     count = config.sft.steps * config.sft.batch_size
+    if config.sft.oracle:
+        from rollout_server.episodes.demonstrations import Demonstrator, summary_of
+
+        demonstrator = Demonstrator(config, tokenizer)
+    else:
+        from rollout_server.tasks.base import open_task
+
+        task = open_task(config, tokenizer)
     with written_whole(target) as folder:
         (folder / SFT.marker).write_text(dump_config(recorded))
-        if isinstance(source, Demonstrator):
-            episodes = source.play(count)
+        if config.sft.oracle:
+            episodes = demonstrator.play(count)
             print(summary_of(episodes), flush=True)
             rows = [row for episode in episodes for row in episode.rows]
             examples = [Demonstration(row.tokens.tolist(), row.mask.tolist()) for row in rows]
         else:
-            pairs = source.sft_pairs(min(source.num_prompts, count))
+            pairs = task.sft_pairs(min(task.num_prompts, count))
             examples = [answer_demonstration(prompt.tokens.tolist(), answer) for prompt, answer in pairs]
         _show(train_sft(config, examples, folder), f"sft step {{}}/{config.sft.steps}")
     return target
@@ -56,9 +62,10 @@ def make_sft_model(config: Config) -> Path:
 def make_reward_model(config: Config) -> Path:
     """Train a reward model on reward_training.path; returns the result's folder, reward_model.path."""
     from async_rl.base.config.loading import dump_config
-    from async_rl.base.models_and_data.hub import located, pinned
+    from async_rl.base.models_and_data.fetching import located, pinned
     from async_rl.base.models_and_data.hub_names import COMPARISON_KEYS, DATA_KEYS
-    from async_rl.base.models_and_data.model_folder import REWARD_MODEL, check_target, written_whole
+    from async_rl.base.models_and_data.model_folder import REWARD_MODEL
+    from async_rl.base.models_and_data.model_writing import check_target, written_whole
 
     models = ("model.path", "reward_training.base")
     if not config.reward_model.path:

@@ -396,15 +396,13 @@ def distinct_fraction(rows: Sequence[Row]) -> float:
 
 
 def repeated_fraction(batch: Batch) -> float | None:
-    """Return how far all prompts of a batch get the same answer; None if it has fewer than two different prompts.
-
-    s_p(a) is the share of the answers to prompt p that equal a, token for token, those too that are too old
-    to be trained; P is the number of prompts. Answers without any token are left out.
+    """Return how much the prompts of a batch get the same answer; None if it has fewer than two different prompts.
 
         max over a of  (sum over p of s_p(a)  -  max over p of s_p(a)) / (P - 1)
 
-    It is 0 if no two prompts get the same answer, however often one prompt gets it, 1 if all get one answer, and about
-    1/2 where half of the questions are answered by yes, the others by no.
+    s_p(a) is the share of the answers to prompt p that equal a, token for token. P is the number of prompts. Too old
+    answers count, empty ones don't. It is 0 if no two prompts share an answer, 1 if all prompts get only one answer,
+    and about 1/2 if half of the prompts are answered by yes and the others by no.
     """
     answers: dict[bytes, list[bytes]] = {}
     for group in batch.groups:

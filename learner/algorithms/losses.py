@@ -77,7 +77,7 @@ class TokenMetric:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of each token, where it was clipped, and what a loss of one's own wants to report."""
+    """The loss of each token, whether it was clipped, and metrics of the loss."""
 
     loss: Tensor  # [N] with gradient
     clipped: Tensor  # [N] bool: the loss held the token back, as by algorithm.clip

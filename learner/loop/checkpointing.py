@@ -204,10 +204,10 @@ class Checkpointer:
 
 
 def check_weights(folder: Path, trained: Collection[str]) -> None:
-    """Check that a configuration trains all weights that a checkpoint holds of its networks: others would be lost.
+    """Check that a configuration trains all trained weights of a checkpoint. Otherwise they would be lost.
 
     Args:
-        trained: the names of the weights that it trains, each with its network's before it; there may be others.
+        trained: the names of the weights that the configuration trains, as in `policy.NAME`.
 
     Raises:
         ConfigError: a weight of the checkpoint is frozen in this configuration, or is not there.
@@ -232,7 +232,7 @@ def has_average(folder: Path) -> bool:
 
 
 def _held(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of each of its tensors, such as its `size`, by name."""
+    """Return the metadata of each tensor of a checkpoint, such as its `size`, by name."""
     return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
 
 

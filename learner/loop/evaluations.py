@@ -22,12 +22,13 @@ _REASONS = ("", "the evaluation before it is still running", "no evaluation serv
 
 
 class Evaluations:
-    """The evaluations during training, one at a time: a version that is due while one is going on is skipped, or where
-    its own evaluation may decide on a checkpoint, its push waits for the end of that one.
+    """The evaluations during training, one at a time.
 
-    A version that is due is pushed to the evaluation servers, if there are any. Only they get that push, and only while
-    they are idle: so they serve one version as long as they answer. Without such servers the rollout servers evaluate
-    what they serve, and with eval.pin_version the next push waits for the end.
+    A version that is due during another evaluation is skipped. But if its own evaluation may decide about a checkpoint,
+    its push waits for the end of the other one.
+
+    Evaluation servers, if there are any, get a push of their own while they are idle, so they serve one version for the
+    whole evaluation. Otherwise rollout servers evaluate what they serve, and with eval.pin_version the next push waits.
 
     Args:
         weights: pushes to the evaluation servers; None: there are none.
@@ -68,7 +69,7 @@ class Evaluations:
             return [EvaluationDue(version=version)]
         lost: list[ServersLost] = []
         if version > 0:  # the servers have loaded version 0
-            self.weights.membership.limit = self._push_limit()
+            self.weights.members.limit = self._push_limit()
             with self._timeline.span("sync", "eval push"), self.weights.averaged():
                 report, lost = self.weights.push(version, batch)
             self._push_spans += report.spans

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from async_rl.base.config import Config, RunConfig, TimeoutsConfig
 from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import RecentSteps, TrainingState, checkpoint_folder, lineage_of
-from async_rl.base.telemetry.examples import choose_examples
 from async_rl.base.telemetry.metrics import TIME, Metric, reduce_metrics
 from async_rl.base.telemetry.nvml import GpuSampler
 from async_rl.base.telemetry.status import Status
@@ -70,7 +69,7 @@ class Learner:
         self._push_spans: list[Span] = []
         """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
         pushers = open_pushers(config, self._updater, engine_urls, rank)
-        self.servers = {pool: pusher.membership for pool, pusher in pushers.items()}
+        self.servers = {pool: pusher.members for pool, pusher in pushers.items()}
         """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
         """
         self.shared_gpus = SharedGpus()
@@ -182,7 +181,7 @@ class Learner:
         taken = None
         with self._timeline.span("wait_data", "batch"):
             if self._client:
-                is_push_wanted = self._weights.membership.someone_waits
+                is_push_wanted = self._weights.members.someone_waits
                 taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, is_push_wanted)
             taken = share_taken(taken)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
@@ -260,8 +259,12 @@ class Learner:
             return report
         metrics = [*metrics, *measured, Metric(TIME, step_s, unit="s"), *step_times(spans)]
         self._recent_steps.add(self.version, reduce_metrics(metrics))
-        examples = choose_examples(self._updater.trained) if self.config.logging.wandb != "disabled" else ()
-        return replace(report, metrics=tuple(metrics), examples=examples)
+        report = replace(report, metrics=tuple(metrics))
+        if self.config.logging.wandb == "disabled":
+            return report
+        from async_rl.base.telemetry.examples import choose_examples
+
+        return replace(report, examples=choose_examples(self._updater.trained))
 
     def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
         """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""

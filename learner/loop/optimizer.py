@@ -11,21 +11,22 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, zeros
 
 from async_rl.base.config import Config, LearnerConfig
 from async_rl.base.config.learning import FULL_LR
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.seams import import_object
+
+if TYPE_CHECKING:
+    from learner.loop.weight_average import WeightAverage
 
 _UNFIT = ("LBFGS", "Optimizer", "SparseAdam")
 """Names of torch.optim that need several passes a step, are no optimizer, or take sparse gradients alone."""
@@ -224,7 +225,11 @@ class Optimizer:
         """The number of steps taken, also before a resume."""
         self._skipped_in_a_row = 0
         self._begun = torch.empty(0)
-        self.average = WeightAverage(module, config.ema_decay) if averages and config.ema_decay else None
+        self.average: WeightAverage | None = None
+        if averages and config.ema_decay:
+            from learner.loop.weight_average import WeightAverage
+
+            self.average = WeightAverage(module, config.ema_decay)
 
     def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
         """Clip the gradients, take a step if they and the loss are finite, and clear them. Collective.
@@ -405,70 +410,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class WeightAverage:
-    """An exponential moving average of the trained weights of a module, sharded and placed as they are.
-
-        average = decay * average + (1 - decay) * weights    after each optimizer step
-
-    It starts as the weights themselves. Source: Polyak averaging, as in Mean Teacher, arXiv 1703.01780, equation 1.
-    """
-
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self._module = module
-        self._decay = decay
-        self._weights = [p for p in module.parameters() if p.requires_grad]
-        self._averages: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self._weights}
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Return the average of a parameter; not a copy."""
-        return self._averages[parameter]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights after an optimizer step."""
-        for weight, average in self._pairs():
-            average.lerp_(weight, 1 - self._decay)
-
-    @torch.no_grad()
-    def restart(self) -> None:
-        """Begin a new average with these weights alone."""
-        for weight, average in self._pairs():
-            average.copy_(weight)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside the `with` block the module has the averages as its weights. Every rank must enter and leave it."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        if isinstance(self._module, FSDPModule):
-            self._module.reshard()  # a forward pass without a backward leaves the root's parameters gathered
-        for weight, average in self._pairs():
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (this rank's shard of a weight, this rank's shard of its average)."""
-        for weight, average in self._averages.items():
-            yield _shard(weight.detach()), _shard(average)
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def pinned_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros in CPU memory that is registered with CUDA until the tensor and all views of it are gone.
 
-    It has pages of its own. In pages of malloc, a tensor that shares the first or last of them would be half
-    registered, and so would one that gets the memory next, if it were freed and stayed registered: CUDA refuses to copy
-    those ("invalid argument"). torch's own pinned memory is rounded up to powers of two, up to twice the bytes.
+    The tensor has its own memory pages. In pages from malloc, a neighbouring tensor would be registered in part, and
+    CUDA refuses to copy such tensors ("invalid argument"). torch's pinned memory would round up to a power of two.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if not num_bytes:

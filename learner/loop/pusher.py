@@ -52,7 +52,7 @@ class Pusher:
             from learner.models.lora import AdapterParcels
 
             self._adapters = AdapterParcels(updater.policy.lm, updater.dtype)
-        self.membership = publisher.members
+        self.members = publisher.members
         """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
         self._verify_every = config.weight_sync.verify_every
         self._until_verified = 0
@@ -65,15 +65,15 @@ class Pusher:
     @property
     def servers(self) -> tuple[str, ...]:
         """The names of the servers that get the next push. Other ranks than 0 know the servers of the start."""
-        return self.membership.names
+        return self.members.names
 
     def has_servers(self) -> bool:
         """Apply deaths and returns of servers (rank 0). Returns False if no server is left."""
-        self.membership.apply_reports()
-        return bool(self.membership)
+        self.members.apply_reports()
+        return bool(self.members)
 
     def release_server_memory(self) -> None:
-        """Make every server, also one that came back, give its GPU memory to the learner until the next push."""
+        """Make every server, restarted ones included, give its GPU memory to the learner until the next push."""
         self.publisher.release_server_memory()
 
     def connect(self) -> list[ServersLost]:
@@ -153,7 +153,7 @@ class Pusher:
             WeightSyncError: a server does not serve the learner's weights, and no push was verified before.
         """
         lost, is_verified = None, torch.tensor(False)
-        if self.publisher.rank == 0 and self.membership:
+        if self.publisher.rank == 0 and self.members:
             tolerance = VERIFY_TOLERANCE[self._updater.dtype]
             if self._is_first:
                 is_verified.fill_(self.publisher.verify(tokens, logprobs, tolerance))
@@ -161,7 +161,7 @@ class Pusher:
                 found = self.publisher.compare(tokens, logprobs, tolerance)
                 is_verified.fill_(bool(found))
                 if causes := {name: cause for name, cause in found.items() if cause}:
-                    members = self.membership.remove(causes)
+                    members = self.members.remove(causes)
                     servers = tuple((member.name, member.url) for member in members)
                     lost = ServersLost(servers=servers, cause="; ".join(causes.values()))
         dist.broadcast(is_verified, 0)

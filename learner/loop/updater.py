@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -50,10 +51,9 @@ from learner.algorithms.parity import parity_metrics
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
-from learner.memory.memory_plan import decide_gradient_checkpointing
+from learner.memory.room import free_room, surely_fits
 from learner.models.balance import RouterBalance, balance_slopes
-from learner.models.network import open_critic
-from learner.models.policy import Reference, layout_of, open_policy, shard
+from learner.models.policy import layout_of, open_policy, shard
 from learner.packing import (
     ForwardInputs,
     MicroBatch,
@@ -63,6 +63,10 @@ from learner.packing import (
     plan_microbatches,
     split_minibatches,
 )
+
+if TYPE_CHECKING:
+    from learner.models.critic import Critic
+    from learner.models.reference import Reference
 
 _TESTED_TOKENS = 16
 """The number of tokens with which the replay of routing is tested at the start."""
@@ -102,12 +106,16 @@ class Updater:
         self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
-        self._reference = None
+        self._reference: Reference | None = None
         if self.objective.needs_reference:
+            from learner.models.reference import Reference
+
             self._reference = Reference(config, self.policy, dtype, ranks)
             lms.append(self._reference.lm)
-        self.critic = None
+        self.critic: Critic | None = None
         if self.objective.advantage.needs_critic:
+            from learner.models.critic import open_critic
+
             self.critic = open_critic(config, dtype)
             shard(self.critic, ranks, config.learner, offloads, checkpoints)
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
@@ -384,11 +392,26 @@ class Updater:
         return logprobs
 
 
+def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
+    """Return learner.gradient_checkpointing; auto is true if a rank has no room for a full micro-batch. Collective."""
+    if config.learner.gradient_checkpointing != "auto":
+        return config.learner.gradient_checkpointing
+    room = free_room(config, device)
+    fits = surely_fits(config, room)
+    if not fits:
+        from learner.memory.rank_memory import RankMemoryEstimate
+
+        fits = RankMemoryEstimate(config, device.type).fits_plain(room)
+    wanted = torch.tensor(float(not fits))
+    dist.all_reduce(wanted, dist.ReduceOp.MAX)
+    return bool(wanted)
+
+
 def _step_metrics(network: str, steps: Sequence[OptimizerStep], totals: Totals) -> list[Metric]:
     """Return the metrics of the optimizer steps that `network` took on one batch; [] without steps.
 
-    They are the last learning rate, the number of skipped steps, the mean loss and gradient norm of the others, and how
-    far all of them have moved a weight, as a root mean square.
+    These are the last learning rate, the number of skipped steps, mean loss and gradient norm of the other steps, and
+    the root mean square by which they have moved a weight.
     """
     if not steps:
         return []

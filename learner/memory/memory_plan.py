@@ -3,74 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
-import torch.distributed as dist
-from transformers import AutoConfig
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
+from learner.memory.room import GIB, IN_TURNS_BYTES, PROCESS_BYTES, batch_bytes, surely_fits
 
-GIB = 2**30
-IN_TURNS_BYTES = 5 * GIB
-"""GPU memory of a server that has released weights and KV cache, such as CUDA graphs. An estimate."""
 GRAPHS_BYTES = 2 * GIB
 """GPU memory of a server outside its share: CUDA context and graphs. An estimate."""
-PROCESS_BYTES = GIB // 2
-"""CPU memory of a process without weights: the interpreter and its libraries."""
-_MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
-"""The engines' largest batches, of replies and of prompts."""
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-def batch_bytes(config: Config, model: Any) -> int:
-    """Return the GPU memory that only a server's fullest batch takes, given the text part of the model's config.
-
-    Logits in float32, their softmax, its logarithm and a bfloat16 product: 14 bytes for each reply and word. Or gate,
-    up and their product of a batch of prompts, in bfloat16.
-    """
-    replies = min(config.max_running_replies, _MOST_REPLIES)
-    prompts = 6 * _PREFILL_TOKENS * int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
-    return max(14 * replies * int(model.vocab_size), prompts // config.placement.rollout.tp)
-
-
-def host_bytes() -> int:
-    """Return the memory of this host, or of the container that this process runs in."""
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
-    total = psutil.virtual_memory().total
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
-def free_room(config: Config, device: torch.device) -> int:
-    """Return the bytes on `device` that a rank may use, before it loads its models and after its servers have started.
-
-    Other processes that use much of a GPU are servers: their fullest batch is still to come.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if config.shares_gpus:
-            return total - IN_TURNS_BYTES
-        if total - free < config.rollout.gpu_memory_utilization * total / 2:
-            return free
-        model = AutoConfig.from_pretrained(config.model.path).get_text_config()
-        servers = 1 if config.placement.colocated else config.placement.num_servers
-        return free - servers * batch_bytes(config, model)
-    learner = config.placement.learner
-    return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks
-
-
-def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
-    """Return learner.gradient_checkpointing; auto is true if a rank has no room for a full micro-batch. Collective."""
-    if config.learner.gradient_checkpointing != "auto":
-        return config.learner.gradient_checkpointing
-    fits = RankMemoryEstimate(config, device.type).fits_plain(free_room(config, device))
-    wanted = torch.tensor(float(not fits))
-    dist.all_reduce(wanted, dist.ReduceOp.MAX)
-    return bool(wanted)
 
 
 class MemoryPlan:
@@ -137,7 +78,7 @@ class MemoryPlan:
 
     def check_ranks(self) -> list[str]:
         """Check the learner's ranks alone, as `check` does."""
-        if self.estimate.is_surely_small(self.rank_room):
+        if surely_fits(self.config, self.rank_room):
             return []
         try:
             needed = self.rank_memory().peak

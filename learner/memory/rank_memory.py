@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from async_rl.base.config import Config
 from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.objective import Objective
+from learner.memory.room import surely_fits
 from learner.memory.sizes import MASTER_BYTES, NetworkSizes, networks_of
 from learner.models import token_scores
 from learner.models.policy import layout_of
@@ -79,22 +80,9 @@ class RankMemoryEstimate:
     def fits_plain(self, room: int) -> bool:
         """Return whether a rank with `room` bytes trains without checkpointing; False where that can't be computed."""
         try:
-            return self.is_surely_small(room) or self.rank_memory(checkpoints=False).peak <= room
+            return surely_fits(self._config, room) or self.rank_memory(checkpoints=False).peak <= room
         except NotImplementedError:
             return False
-
-    def is_surely_small(self, room: int) -> bool:
-        """Return whether a bound far above the need fits `room`. It saves the seconds that measuring a pass takes."""
-        longest, total = self._config.longest_tokens, 0
-        for network in self.networks:
-            model = network.config.get_text_config()
-            # for each token a layer makes about as many numbers as it has weights for each of its inputs
-            numbers = 4 * network.has.all // model.hidden_size
-            is_eager = self._config.model.attn_implementation == "eager"
-            pairs = longest * (3 * model.num_hidden_layers * model.num_attention_heads if is_eager else 4)
-            total += 2 * MASTER_BYTES * network.has.all + network.state + network.average
-            total += MASTER_BYTES * self._config.learner.max_tokens_per_forward * (numbers + pairs)
-        return 2 * total < room
 
     def rank_memory(self, *, checkpoints: bool, max_tokens: int = 0) -> RankMemory:
         """Return the memory of a rank. `max_tokens` replaces learner.max_tokens_per_microbatch, unless it is 0.

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.base.config import Config, LearnerConfig
 from async_rl.base.models_and_data.model_loading import load_without_weights
-from learner.algorithms.objective import Objective
 from learner.loop.optimizer import open_optimizer, some_lr
+from learner.memory.room import networks
 from learner.models.network import freeze
 
 MASTER_BYTES = 4
@@ -65,15 +65,7 @@ def networks_of(config: Config) -> list[NetworkSizes]:
     Raises:
         ConfigError: a model can't be loaded.
     """
-    objective, model = Objective(config), config.model
-    paths = {"policy": ("model.path", model.path)}
-    if objective.advantage.needs_critic:
-        paths["critic"] = ("critic.path", config.critic.path or model.path)
-    if objective.needs_reference and (not model.lora.rank or config.reference.path):
-        paths["reference"] = ("reference.path", config.reference.path or model.path)
-    if config.reward_model.path:
-        paths["reward model"] = ("reward_model.path", config.reward_model.path)
-    return [_network(role, key, path, config) for role, (key, path) in paths.items()]
+    return [_network(role, key, path, config) for role, (key, path) in networks(config).items()]
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -10,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import located
-from async_rl.base.models_and_data.model_folder import writing
-from async_rl.base.run_dir.checkpoints import check_newest, find_checkpoint, run_dir_of
-from async_rl.base.run_dir.resuming import config_file
+from async_rl.base.models_and_data.fetching import located
+from async_rl.base.models_and_data.model_writing import writing
+from async_rl.base.run_dir.checkpoints import find_checkpoint, run_dir_of
+from async_rl.base.run_dir.resuming import check_newest, config_file
 from async_rl.base.weights.checkpoint_names import to_checkpoint
 from learner.loop.checkpointing import AVERAGE, check_weights, has_average
 from learner.models.network import read_weights

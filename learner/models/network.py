@@ -24,15 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoModelForTokenClassification
 
-from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.weights.checkpoint_names import Source, sources_of
 from learner.loop.optimizer import check_finite
-from learner.packing import ForwardInputs, PackedTokens, attention_mask, block_mask
+from learner.packing import PackedTokens, attention_mask, block_mask
 
 _SHOWN = 5
 
@@ -252,31 +250,3 @@ class Network(nn.Module):
         output = self.lm.base_model(inputs.tokens, attention_mask=mask, position_ids=inputs.positions, use_cache=False)
         states: Tensor = output.last_hidden_state.flatten(0, 1)[inputs.where]
         return states
-
-
-class Critic(Network):
-    """The value model: predicts the return from each response token, by a token classifier with one label.
-
-    Its layer `score` is the value head.
-    """
-
-    def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Return the values of the N response tokens, [N] float32, with gradient."""
-        values: Tensor = self.lm.score(self.hidden_states(inputs)).float().sum(-1)
-        if self.sequence is None:
-            return values
-        from learner.models.sequence import gather_tokens, owners
-
-        return gather_tokens(values, owners(inputs, self.sequence), self.sequence)
-
-
-def open_critic(config: Config, compute_dtype: torch.dtype) -> Critic:
-    """Return the critic of critic.path or, if that is empty, of model.path, without its weights, which are float32.
-
-    `shard` reads them. A folder without a value head gets one of zeros, so that V = 0 at first.
-    """
-    path, attention = config.critic.path or config.model.path, config.model.attn_implementation
-    classifier = AutoModelForTokenClassification
-    lm = open_model(classifier, path, torch.float32, num_labels=1, attn_implementation=attention)
-    lm.stored_weights.start(lm.score, torch.zeros)
-    return Critic(lm, compute_dtype)

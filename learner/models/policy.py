@@ -1,24 +1,22 @@
-"""Opens the policy, a Hugging Face causal LM, and its reference; shards with FSDP2, scores tokens, saves a folder."""
+"""Opens the policy, a Hugging Face causal LM; shards with FSDP2, scores tokens, saves a folder."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, noop_context_fn
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.base.config import Config, LearnerConfig, ModelConfig
-from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import MARKERS, check_trainable
 from async_rl.base.run_dir.checkpoints import model_folder
 from async_rl.base.weights.checkpoint_names import to_checkpoint, write_weights
@@ -163,9 +161,18 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     packs = (flash == names and restarts) or (names <= {*flash, "flex_attention"} and is_whole)
     return Layout(
         masked=names <= {*MASKED, "flex_attention"} and is_whole,
-        sparse=packs and all(attention_gets_positions(lm.config) for lm in lms if kernel_of(lm) in flash),
+        sparse=packs and _get_positions([lm.config for lm in lms if kernel_of(lm) in flash]),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
+
+
+def _get_positions(configs: Sequence[Any]) -> bool:
+    """Whether the attention of each of these models gets position ids."""
+    if not configs:
+        return True
+    from learner.models.attention_probe import attention_gets_positions
+
+    return all(map(attention_gets_positions, configs))
 
 
 def _reads_positions(config: Any) -> bool:
@@ -222,9 +229,9 @@ def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> 
 
 
 def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
-    """Write a Hugging Face folder: the tensors in the type of the folder `source`, and a copy of its other files.
+    """Write a Hugging Face folder: the tensors, in the number type of `source`, and copies of its other files.
 
-    `target` gets its name once it is complete. It has none of MARKERS, so that no command overwrites it.
+    `target` appears only when it is complete. The files MARKERS are left out, so no command overwrites the folder.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -239,95 +246,3 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
 
 def _stored_dtype(source: Path) -> torch.dtype:
     return getattr(AutoConfig.from_pretrained(source), "dtype", None) or torch.float32
-
-
-class Reference:
-    """Computes the logprobs of rows under the frozen model of reference.path or, if that is empty, of model.path.
-
-    It is sharded like the policy, and with reference.offload in CPU memory between uses. With LoRA and no
-    reference.path it is the policy without its adapters, which costs no memory.
-
-    Raises:
-        ConfigError: the model has another vocabulary size than the policy.
-    """
-
-    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, ranks: Ranks) -> None:
-        self._policy = policy
-        if not config.model.lora.rank or config.reference.path:
-            path = config.reference.path or config.model.path
-            check_trainable(path)
-            attention = config.model.attn_implementation
-            lm = open_model(AutoModelForCausalLM, path, dtype, attn_implementation=attention)
-            self._policy = Policy(lm.requires_grad_(False).eval(), dtype)
-            expected, found = policy.lm.config.vocab_size, self.lm.config.vocab_size
-            if expected != found:
-                raise ConfigError(
-                    f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
-                )
-            shard(self._policy, ranks, config.learner, offload=config.reference.offload)
-            self._policy.forbidden = policy.forbidden
-
-    @property
-    def lm(self) -> Any:
-        """The Hugging Face model."""
-        return self._policy.lm
-
-    @torch.no_grad()
-    def logprobs(self, inputs: ForwardInputs) -> Tensor:
-        """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective.
-
-        Its routers choose by themselves: what the engine chose belongs to the policy.
-        """
-        inputs = replace(inputs, routing=None)
-        if not has_adapters(self.lm):
-            return self._policy(inputs)[0]
-        from learner.models.lora import without_adapters
-
-        with without_adapters(self.lm):
-            return self._policy(inputs)[0]
-
-
-_PROBE = "position_probe"
-"""The name of the attention function in transformers' table that answers."""
-
-
-class _AnswerError(Exception):
-    """Ends a pass at its first attention: the layers behind it may need data."""
-
-    def __init__(self, has_positions: bool) -> None:
-        self.has_positions = has_positions
-
-
-def attention_gets_positions(config: Any) -> bool:
-    """Whether the layers of the model that `config` describes hand position ids on to their attention.
-
-    It is asked in a pass without data. A model whose attention can't be replaced in transformers can't be asked, and
-    counts as one without.
-    """
-    AttentionInterface.register(_PROBE, _answer)
-    try:
-        with torch.device("meta"):
-            base = AutoModel.from_config(_with_plain_rotations(config), attn_implementation=_PROBE).eval()
-            positions = torch.zeros(1, 2, dtype=torch.long)
-            # not tokens, whose ids some models look at
-            base(inputs_embeds=torch.zeros(1, 2, config.hidden_size), position_ids=positions, use_cache=False)
-    except _AnswerError as answer:
-        return answer.has_positions
-    except Exception:  # it is code of any model, which may raise anything
-        return False
-    return False
-
-
-def _with_plain_rotations(config: Any) -> Any:
-    """Return a copy of a config, without the kinds of rotary embedding that look at the positions, which have no data.
-    """
-    copied = deepcopy(config)
-    rotations = getattr(copied, "rope_parameters", None) or {}
-    for each in (rotations, *rotations.values()):  # some models have one of each type of layers
-        if isinstance(each, dict) and "rope_type" in each:
-            each["rope_type"] = "default"
-    return copied
-
-
-def _answer(*_: Any, position_ids: Any = None, **__: Any) -> NoReturn:
-    raise _AnswerError(position_ids is not None)

@@ -77,7 +77,7 @@ class RewardRows:
         return RewardRow(pair["input_ids"], segments if any(segments) else ())
 
     def _in_own_form(self, messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
-        """Return the messages such that the model's template shows all of them."""
+        """Return the messages in a form that the model's chat template shows completely."""
         if messages[0]["role"] != "system" or self._takes_system:
             return messages
         return [{"role": "user", "content": "\n\n".join(each["content"] for each in messages[:2])}, *messages[2:]]

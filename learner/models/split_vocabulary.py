@@ -278,7 +278,7 @@ def _own_supports(supports: TokenSupports, head: Tensor) -> TokenSupports:
 
 
 def _in_head(rows: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (whether each row is one of this rank's, its index there, or some index if it is not)."""
+    """Return (whether this rank has each row, the row's index on this rank; any valid index if it has not)."""
     return (rows >= 0) & (rows < len(head)), rows.clamp(0, len(head) - 1)
 
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForSequenceClassification
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.messages.reports import StepDone
-from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer, writing
+from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenizer
 from async_rl.base.models_and_data.model_loading import load_without_weights, usable_positions
+from async_rl.base.models_and_data.model_writing import writing
 from async_rl.base.telemetry.metrics import Metric
 from learner.algorithms.losses import bradley_terry, comparison_metrics
 from learner.loop.optimizer import decayed, non_finite

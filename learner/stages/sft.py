@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.messages.reports import StepDone
-from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer, writing
+from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer
 from async_rl.base.models_and_data.model_loading import load_without_weights
+from async_rl.base.models_and_data.model_writing import writing
 from async_rl.base.telemetry.metrics import Metric
 from learner.loop.optimizer import decayed, non_finite
 from learner.models.network import open_model, read_weights

@@ -6,16 +6,12 @@ with a response in JSON, serves every `ServerAdmin` of a server that speaks HTTP
 
 from __future__ import annotations
 
-import base64
 import json
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -50,7 +46,7 @@ class SGLangAdmin:
         return self._answers("/model_info")  # SGLang's /ready answers 503 while the server is paused
 
     def has_started(self) -> bool:
-        """Return whether the server takes requests, which it does once it has warmed up, unless it is paused."""
+        """Return whether the server takes requests: it has warmed up, and is not paused."""
         return self._answers("/ready")
 
     def _answers(self, path: str) -> bool:
@@ -125,6 +121,8 @@ class SGLangAdmin:
         self.ask("POST", "/destroy_weights_update_group", {"group_name": name})
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
+        from async_rl.base.weights.cuda_ipc import share_bucket
+
         tensors = [share_bucket(bucket)]  # shared anew for each server, because torch counts who maps the memory
         body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **update_fields(version)}
         self.ask("POST", "/update_weights_from_tensor", body)
@@ -223,36 +221,3 @@ def ask(
         return json.loads(text)
     except ValueError:
         return {}
-
-
-_sharing = threading.Lock()
-"""Held while a bucket is shared, because torch's sharing strategy is a setting of the whole process."""
-
-
-def share_bucket(bucket: Bucket) -> str:
-    """Return the pickle, in base64, with which one SGLang server maps the bucket's memory and finds its tensors.
-
-    SGLang accepts no other format. This process itself reads no pickle.
-    """
-    import torch
-    import torch.multiprocessing as multiprocessing
-
-    from async_rl.base.weights.transport import bucket_num_bytes
-
-    tensors, start = [], 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        end = start + bucket_num_bytes([dtype], [shape])
-        tensors.append(SimpleNamespace(
-            name=name, shape=torch.Size(shape), dtype=getattr(torch, dtype),
-            start_idx=start, end_idx=end, numel=end - start,
-        ))
-        start = end
-    with _sharing:
-        before = multiprocessing.get_sharing_strategy()
-        # The server finds host memory by its name: torch could pass a file descriptor only to a child process.
-        multiprocessing.set_sharing_strategy("file_system")
-        try:
-            payload = ForkingPickler.dumps({"flattened_tensor": bucket.data, "metadata": tensors})
-        finally:
-            multiprocessing.set_sharing_strategy(before)
-    return base64.b64encode(payload).decode()

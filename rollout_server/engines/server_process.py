@@ -1,7 +1,7 @@
 """Runs the process of a rollout server: its port, its log, its start, and its end with all its children.
 
-A server may ask the kernel to end it together with its parent. It then ends with the thread that started it, so start
-it from a thread that lives as long as the engine, such as the event loop's.
+A server may ask the kernel to end it together with its parent. The kernel ends it when the thread that started it ends.
+So start it from a thread that lives as long as the engine, such as the event loop's.
 """
 
 from __future__ import annotations

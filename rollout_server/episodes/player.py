@@ -93,7 +93,7 @@ async def all_replies(generate: GenerateReplies, request: GenerationRequest) -> 
 
 
 def _row(prompt: IntArray, reply: SampledReply) -> WholeRow:
-    """Return the row of a prompt and its reply. It is the same that a session makes of them."""
+    """Return the row of a prompt and its reply, equal to the row that a session would make."""
     length = len(prompt)
     return WholeRow(
         tokens=np.concatenate([prompt, reply.tokens]).astype(np.int32),

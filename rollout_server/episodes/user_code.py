@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 
 
 class AgentRaisedError(Exception):
-    """An agent raised an error in a process of its own, which sent it as `fault`."""
+    """An agent in its own process raised an error, which is here as `fault`."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -122,9 +122,9 @@ class GuardedCoroutine(Coroutine[Any, Any, Any]):
 def _is_outside(error: BaseException) -> bool:
     """Return whether no reply of the model can cause an error of this kind.
 
-    These are errors of the host, its files and its network (OSError, which includes ConnectionError and TimeoutError),
-    of memory, of a server that is overloaded or refuses the key, cancellations, and mistakes in the code itself, such
-    as an import or a name.
+    These are errors of the host, its files, memory and network (OSError includes ConnectionError and TimeoutError), a
+    server that is overloaded or refuses the key, cancellations, and bugs in the code itself, such as a wrong import or
+    name.
     """
     if isinstance(error, _OUTSIDE) or not _OUTSIDE_NAMES.isdisjoint(base.__name__ for base in type(error).__mro__):
         return True

@@ -41,9 +41,9 @@ _ARGUMENTS = {"answer": ("question", "response"), "episode": ("question", "episo
 
 
 class Verifier(Protocol):
-    """The method of a task that `open_rewards` needs, which scores a response if no reward is named.
+    """A task as `open_rewards` needs it. Its `verify` scores a response if no reward is named.
 
-    A task may also have `own_reward()`, which returns the Reward of this method with all that it declares.
+    A task may also have `own_reward()`, which returns a Reward with more declarations.
     """
 
     def verify(self, question: Question, response: str) -> Any:

@@ -1,4 +1,4 @@
-"""The contract of rewards: the function that scores, its declarations, and the results that it may return."""
+"""The contract of rewards: the scoring function, its declarations, and its possible results."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ class Judge:
     async def _ask(
         self, prompt: str, values: dict[str, str], wanted: dict[str, Any], read: Callable[[str], Any]
     ) -> tuple[Any, Counts, str]:
-        """Return what `read` finds in the judge's reply, or None; what that has cost; and why there is no verdict."""
+        """Ask the judge. Returns (what `read` finds in the reply or None, the costs, why there is no verdict)."""
         settings = self.settings
         messages = [{"role": "user", "content": fill(settings.prompt or prompt, values)}]
         if settings.system:

@@ -188,9 +188,9 @@ def with_marked_math(text: str) -> str:
 
 
 def final_answer(response: str) -> str:
-    """Return the last <answer> of a response; without one the text after its thoughts; without that the response.
+    """Return the last <answer> of a response. Without one: the text after its thoughts, or else the whole response.
 
-    One that is empty, or only refers to a box before it or mentions the tag behind a box, is none.
+    An <answer> does not count if it is empty, only refers to a box before it, or only mentions the tag after a box.
     """
     after = response.rpartition("</think>")[2]
     box = _BOX.search(after)

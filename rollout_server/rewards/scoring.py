@@ -21,13 +21,13 @@ from async_rl.base.errors import ConfigError, RewardError, first_error, shown
 from async_rl.base.telemetry.metrics import GROUPS, Metric
 from async_rl.base.types import MAX_METRICS, MAX_NAME_CHARS
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.user_code import ForeignCode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict
-from rollout_server.rewards.reward_calls import RewardTasks, RewardThreads, raised
+from rollout_server.rewards.reward_calls import RewardThreads, raised
 
 if TYPE_CHECKING:
+    from rollout_server.rewards.reward_tasks import RewardTasks
     from rollout_server.rewards.verdict_cache import VerdictCache
 
 Waiting = Callable[[str, str, float], AbstractContextManager[None]]
@@ -155,6 +155,8 @@ class _Scorer:
 
     async def _open(self, limit_s: float) -> None:
         """Open what the reward needs within `limit_s`, the wait for another call that does so included."""
+        from rollout_server.episodes.user_code import ForeignCode
+
         foreign = ForeignCode()  # the tasks that it creates continue: they belong to the open reward
         try:
             async with asyncio.timeout(limit_s) as limit, self._opening:
@@ -182,8 +184,13 @@ class _Scorer:
         self._function = partial(function, settings=named.settings) if has_settings else function
         if named.reward.of == "group":
             self._function = _listing(self._function, is_async(function))
-        calls = RewardTasks if is_async(function) else RewardThreads
-        self._calls = calls(named.timeout_s, named.at_once(function), named.limit)
+        limits = (named.timeout_s, named.at_once(function), named.limit)
+        if is_async(function):
+            from rollout_server.rewards.reward_tasks import RewardTasks
+
+            self._calls = RewardTasks(*limits)
+        else:
+            self._calls = RewardThreads(*limits)
 
     def limit_s(self, num_episodes: int) -> float:
         """Return a time limit in seconds for the calls for so many more episodes; see `time_limit_s`."""

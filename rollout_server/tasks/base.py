@@ -144,7 +144,7 @@ class Task(ABC):
         return np.asarray(prompt_tokens(self._tokenizer, text), dtype=np.int32)
 
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
-        """Return the `data_row` of question number `position`, and a text that says where it comes from."""
+        """Return (the `data_row` of question number `position`, a text about its origin for messages)."""
         return position, f"{'held-out ' if is_held_out else ''}question {position} of {self._config.name}"
 
     def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
@@ -158,47 +158,6 @@ class Task(ABC):
     def _sources(self) -> list[tuple[int, int]]:
         """Return (number of questions, number of them in an epoch) of each source of training questions."""
         return [(self.num_prompts, self.num_prompts)]
-
-
-class EnvTask(Task):
-    """The task of a run whose environment needs no questions: it only numbers the episodes.
-
-    The task.size training episodes are 0, 1, ..., the eval.num_prompts held-out ones -1, -2, ... A prompt has no
-    tokens, because only the environment knows what the model sees first. Its question has the number as `ground_truth`.
-    """
-
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        super().__init__(config, tokenizer)
-        self.num_prompts = config.task.size
-
-    def train_question(self, position: int) -> Question:
-        return self._question(position)
-
-    def eval_questions(self) -> list[Question]:
-        return [self._question(-1 - number) for number in range(self.eval_size)]
-
-    def verify(self, question: Question, response: str) -> float:
-        """Raise NotImplementedError: nobody may call it, because the environment gives the rewards."""
-        raise NotImplementedError("no rule scores this run's episodes: the environment gives the rewards")
-
-    def sft_pairs(self, n: int) -> list[tuple[Prompt, list[int]]]:
-        raise ConfigError(
-            f"the environment {self._config.env} has no right answers, so sft can't learn from it. "
-            "Set sft.oracle to the package.module:function that writes the replies to learn"
-        )
-
-    def _question(self, number: int) -> Question:
-        return Question(messages=(), ground_truth=number, source=self._config.env)
-
-    def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
-        number = -1 - position if is_held_out else position
-        return position, f"episode {number} of {self._config.env}"
-
-    def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
-        return Prompt(
-            index=index, tokens=np.zeros(0, np.int32), text=origin, question=question, source=question.source,
-            data_row=data_row, origin=origin,
-        )
 
 
 def prompt_text(
@@ -260,7 +219,7 @@ def answer_tokens(tokenizer: Any, text: str) -> list[int]:
 TASKS = {
     "reasoning_gym": "rollout_server.tasks.reasoning_gym_task:ReasoningGymTask",
     "files": "rollout_server.tasks.files_task:FilesTask",
-    "": "rollout_server.tasks.base:EnvTask",
+    "": "rollout_server.tasks.env_task:EnvTask",
 }
 """The class of each kind of task: `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither."""
 _EXTRAS = {"reasoning_gym": "reasoning-gym"}

@@ -37,12 +37,12 @@ def gold_reward(name: str, answer: str) -> float:
 
 
 class Letters(Task):
-    """A task whose true reward is known, and which a reward model learns only in part: the good letters of a class.
+    """A task to study over-optimisation: its true reward is known, and a reward model learns only a part of it.
 
-    The prompt is `A` or `B`, also of held-out questions. Of the letters a to l each class has four good and four bad
-    ones. The true reward, called gold, is high for answers that name each good letter twice and stop. Each question has
-    a demonstration: letters nearly at random. So what a reward model learns from comparing them (more good letters,
-    longer answers) goes wrong where a policy overdoes it.
+    The prompt is a class, `A` or `B`. Each class has four good and four bad letters out of a to l. The true reward,
+    called gold, is high for answers that name each good letter twice and then stop. The demonstrations are nearly
+    random letters. From comparing them a reward model learns that more good letters and longer answers are better. A
+    policy that overdoes this gets a low gold reward.
     """
 
     def __init__(self, config: Config, tokenizer: object) -> None:

@@ -27,7 +27,6 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.row_files import Rows, files_of, rows_of
 from async_rl.base.types import Prompt
 from rollout_server.question import Question
-from rollout_server.rewards.code.cases import CHEATABLE
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task, chat_messages
 from rollout_server.tasks.gsm8k import COLUMNS as GSM8K_COLUMNS
@@ -194,8 +193,9 @@ class FilesTask(Task):
             raise ConfigError(f"{data.path} must have a row that can be used, got {num_rows} rows{reason}")
         if cheatable:
             self.cautions.append(
-                f"{data.path}: {len(cheatable)} of {len(questions)} questions have a test that {CHEATABLE}; the first "
-                f"is {cheatable[0]}. Their share in a step is reward/<name>/cheatable."
+                f"{data.path}: {len(cheatable)} of {len(questions)} questions have a test that runs in the answer's "
+                f"process, so that a dishonest answer can pass it; the first is {cheatable[0]}. Their share in a step is "
+                "reward/<name>/cheatable."
             )
         return questions, num_rows
 
@@ -220,7 +220,7 @@ class FilesTask(Task):
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
 
     def _tell_repeated(self) -> None:
-        """Add cautions for prompts that are there more than once, and for held-out prompts that are trained on."""
+        """Add warnings about prompts that occur more than once, and about held-out prompts that are trained on."""
         trained = Counter(_text(question) for source in self._train for _, question in source.questions)
         held_out = Counter(_text(question) for *_, question in self._eval)
         for key, counted in (("task.path", trained), ("task.eval_path", held_out)):
@@ -356,7 +356,7 @@ def _messages(prompt: Any, column: str, where: str) -> tuple[dict[str, str], ...
 
 
 def _holder(name: str, names: Sequence[str]) -> str:
-    """Return the column that holds `name`: the one of that whole name, or else of the name before the first dot."""
+    """Return the column that has `name`: a column with this whole name, or else with the part before the first dot."""
     return name if name in names else name.partition(".")[0]
 
 

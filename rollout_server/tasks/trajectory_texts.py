@@ -10,7 +10,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config, read_yaml
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import located
+from async_rl.base.models_and_data.fetching import located
 from async_rl.base.models_and_data.model_folder import has_tokenizer, load_tokenizer
 from async_rl.base.types import Prompt
 from rollout_server.tasks.base import open_task

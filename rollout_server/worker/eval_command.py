@@ -9,7 +9,7 @@ from pathlib import Path
 from async_rl.base.config import Config
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import located, pinned
+from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.hub_names import DATA_KEYS
 from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer
 from async_rl.base.models_and_data.model_loading import load_without_weights

@@ -76,9 +76,9 @@ class ScoredPlayer:
         )
 
     async def play(self, request: GenerationRequest) -> list[Episode]:
-        """Play the episodes of a request, score them, and return them with rewards, unless the environment gave all.
+        """Play the episodes of a request and score them, unless the environment has given all rewards.
 
-        An episode that has no rows failed, was dropped, or got no verdict.
+        An episode without rows failed, was dropped, or got no verdict.
 
         Raises:
             RewardError: a reward function failed.
@@ -285,9 +285,8 @@ class Evaluation:
     ) -> list[Metric]:
         """Return the moments of the gold rewards of held-out answers, and of their rewards, for the watcher.
 
-        Answers whose gold reward failed or gave no verdict are in no moment, but counted. With a reward model in place
-        of the task's rewards these are the gold ones; the model is in the learner, so that the rewards that are trained
-        on are not known here.
+        Answers without a gold verdict are counted, but in no moment. If a reward model replaces the task's rewards,
+        these are the gold rewards. The trained rewards are then unknown here, because the model is in the learner.
         """
         model = self._config.reward_model
         answered = [[episode for episode in group if episode and episode.rows] for group in groups]
@@ -372,8 +371,7 @@ def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConf
 
 
 def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Metric]:
-    """Yield the moments of gold rewards and, if these are known, of the rewards that the same answers are trained by.
-    """
+    """Yield the moments of gold rewards and, if known, of the same answers' trained rewards."""
     if not gold:
         return
     moments = {"gold": gold, "gold_squared": [each * each for each in gold]}
@@ -415,8 +413,7 @@ def source_metrics(
 
 
 def _mean(key: str, total: float, count: int) -> Metric:
-    """Return the mean of `count` values, weighted by their number, so that several parts reduce to the whole's mean.
-    """
+    """Return the mean of `count` values, weighted by `count`, so that parts of an evaluation reduce to its mean."""
     return Metric(key, total / count, weight=count, over_steps="last")
 
 

@@ -47,7 +47,7 @@ _COUNTED = {"groups": "groups", "rows": "rows", "tokens": "tokens", "failed": "g
 
 
 class EvalWorker:
-    """Reports on an engine and its player, whose `evaluate` others call. It knows no buffer; a `Worker` does.
+    """The worker of an evaluation server: reports on engine and player. It knows no buffer; the subclass `Worker` does.
 
     It may be created in any thread; all its coroutines run in one event loop.
     """
@@ -179,15 +179,15 @@ class Worker(EvalWorker):
             raise first_error(group) from None
 
     def _on_group_end(self, group_id: int, group: asyncio.Task[None]) -> None:
-        """Count a group as ended when its task ends, also if it was cancelled before it ran any code."""
+        """Count a group as ended when its task ends, even if the task was cancelled before its first line."""
         del self._groups[group_id]
         self._stats.end_group(group_id)
         self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
-        """Keep asking the buffer which groups it has dropped; cancel those, with their requests to the engine.
+        """Keep asking the buffer which groups it has dropped, and cancel them with their requests to the engine.
 
-        One that waits for its prompt is not started.
+        A dropped group that still waits for its prompt is not started.
         """
         dropped: list[int] = []
         while True:

@@ -102,8 +102,8 @@ class WorkerStats:
         """Let `status` show a request as waiting while the `with` block runs.
 
         Args:
-            limit_s: is shown to the watchdog, which takes a process for dead that waits much longer; not enforced here.
-            noun: the plural of what waits, if it is no request.
+            limit_s: the limit that the watchdog sees. It declares a process dead that waits much longer.
+            noun: the plural noun of what waits.
         """
         wait = _Wait(doing, waits_on, time.monotonic(), limit_s, noun)
         self._waits[id(wait)] = wait
@@ -113,7 +113,7 @@ class WorkerStats:
             del self._waits[id(wait)]
 
     def status(self) -> Status:
-        """Return for the watchdog how many requests are doing what, and the wait that is closest to its limit."""
+        """Return the status for the watchdog: requests by activity, and the wait that is closest to its limit."""
         now_s = time.monotonic()
         if not self._waits:
             doing, waits_on = f"waits for {self._idle[0]}", self._idle[1]
@@ -135,8 +135,8 @@ class WorkerStats:
     def drain_groups(self) -> list[Metric]:
         """Return metrics of the groups that have ended since the last call, or [] if none has.
 
-        They are the means of the duration in seconds, of its square and of the groups in flight meanwhile, from which
-        the simulator predicts utilisation.
+        They are means: of the duration in seconds, of its square, and of the number of groups in flight. The simulator
+        predicts utilisation from them.
         """
         finished, self._finished = self._finished, []
         if not finished:
@@ -228,9 +228,9 @@ class EpisodeLog:
 
 
 class FlatRewards:
-    """Keeps the newest flat groups, for a warning that a worker logs.
+    """Makes a warning when many groups in a row have one reward for all answers (flat groups).
 
-    The buffer counts them, because it sees the groups of all workers.
+    The buffer counts them, because it sees the groups of all workers. This class keeps the newest ones as examples.
 
     Args:
         limit: the number of groups in a row with the same reward after which `add` returns the warning.

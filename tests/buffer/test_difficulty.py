@@ -13,7 +13,8 @@ from async_rl.base.config.check import SettingsError
 from async_rl.base.errors import WireError
 from async_rl.base.types import Group, Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.prompt_order import PromptDraw, PromptOrder, chance, next_streak
+from buffer.difficulty import PromptDraw, chance, next_streak
+from buffer.prompt_order import PromptOrder
 from buffer.store import Store
 from buffer.store_state import StoreState
 from tests.kit.buffer.arrivals import make_arrival, plain_rules

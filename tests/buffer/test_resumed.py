@@ -16,11 +16,12 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, WireError
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
-from async_rl.base.run_dir.resuming import write_config
+from async_rl.base.run_dir.run_dir import write_config
 from async_rl.base.types import Group, Slot, Support
 from async_rl.tools.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal import FILE_NAME, Journal
+from buffer.past_journal import import_past
 from buffer.wire import pack_request
 from tests.kit.buffer.clients import TIMEOUTS, ask, learner_at, with_worker
 from tests.kit.buffer.journal import exported, journalled, select
@@ -205,7 +206,7 @@ def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:
         database.execute("DROP TABLE payloads")
     journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
     with pytest.raises(AsyncRLError, match=str(past)):
-        journal.import_past(past, SAVED)
+        import_past(journal, past, SAVED)
 
 
 def test_without_a_journal_of_the_past_a_resume_goes_on(tmp_path: Path) -> None:
@@ -213,6 +214,6 @@ def test_without_a_journal_of_the_past_a_resume_goes_on(tmp_path: Path) -> None:
     (tmp_path / "broken.sqlite").write_bytes(b"not a database" * 100)
     Journal(tmp_path / "empty.sqlite", keep_steps=-1).close()
     for name in ("broken.sqlite", "empty.sqlite", "absent.sqlite"):
-        journal.import_past(tmp_path / name, SAVED)
+        import_past(journal, tmp_path / name, SAVED)
     journal.close()
     assert not (tmp_path / "absent.sqlite").exists()

@@ -16,7 +16,8 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from async_rl.run.processes.actors import JudgeActor, LearnerActor, Origin, RolloutActor, see_own_gpus, share_of_cores
+from async_rl.run.processes.actors import LearnerActor, Origin, RolloutActor, see_own_gpus, share_of_cores
+from async_rl.run.processes.judge_actor import JudgeActor
 from tests.kit.configs import make_config
 from tests.kit.hub import open_hub
 

@@ -11,11 +11,10 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
+from async_rl.run.before_start.attached_server import check_server_reaches_learner
 from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes.placement import (
     Reservation,
-    check_addresses,
-    check_server_reaches_learner,
     decide_placement,
     host_demands,
 )
@@ -65,6 +64,10 @@ def test_a_server_that_reaches_the_learner_or_its_files_is_accepted(url: str, ov
     check_addresses(at(url, **overrides))
 
 
+def check_addresses(config: Config) -> None:
+    next(each for each in input_checks(config) if each.what == "network.host").run()
+
+
 def test_on_several_nodes_a_server_anywhere_is_accepted() -> None:
     placement = {"learner": {"nodes": 2, "ranks": 2}, "rollout": {"nodes": 1}}
     check_server_reaches_learner(at("http://10.0.0.9:3", placement=placement))
@@ -73,9 +76,8 @@ def test_on_several_nodes_a_server_anywhere_is_accepted() -> None:
 @pytest.mark.parametrize("url", ["http://10.0.0.9:3", "http://there:3"])
 def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url: str) -> None:
     message = r"^rollout\.server_url "
-    before_start = next(each for each in input_checks(at(url)) if each.what == "network.host")
     with pytest.raises(ConfigError, match=message):
-        before_start.run()
+        check_addresses(at(url))
     asked = at(url, transport="auto")
     with pytest.raises(ConfigError, match=message):
         decide_placement(asked, Reservation(None, host_demands(asked, 0), ["127.0.0.1"]))

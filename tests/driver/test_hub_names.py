@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import dump_config, load_config
-from async_rl.base.models_and_data.hub import located, pinned
+from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.cli import main
 from async_rl.run.before_start.dry_run import dry_run
 from async_rl.tools.doctor.host import Check, examine_config

@@ -14,16 +14,15 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
-from learner.memory import memory_plan as plans
-from learner.memory.memory_plan import (
-    GIB,
-    GRAPHS_BYTES,
-    MemoryPlan,
-    batch_bytes,
-    decide_gradient_checkpointing,
-    free_room,
-)
+from learner.loop.updater import decide_gradient_checkpointing
+from learner.memory.memory_plan import GRAPHS_BYTES, MemoryPlan
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
+from learner.memory.room import (
+    GIB,
+    batch_bytes,
+    free_room,
+    surely_fits,
+)
 from tests.kit.configs import learner_config, make_config
 from tests.kit.model_headers import QWEN2_5, save_headers
 
@@ -236,8 +235,8 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
     config = make_config(model_folder, learner={"max_tokens_per_microbatch": 1024})
     monkeypatch.setattr("learner.memory.passes.measure_pass", lambda *_, **__: pytest.fail("not needed"))
     assert host_gpus.check_memory(config) == []
-    estimate = RankMemoryEstimate(config, "cpu")
-    assert estimate.is_surely_small(4 * GIB) and not estimate.is_surely_small(2**20)
+    assert RankMemoryEstimate(config, "cpu").fits_plain(4 * GIB)
+    assert surely_fits(config, 4 * GIB) and not surely_fits(config, 2**20)
 
 
 def test_in_turns_a_share_is_checked_however_small_the_model(
@@ -298,7 +297,7 @@ def test_the_learner_resolves_auto_by_its_room(
     assert config.learner.gradient_checkpointing == "auto"
     cpu = torch.device("cpu")
     assert decide_gradient_checkpointing(config, cpu) is False
-    monkeypatch.setattr(plans, "free_room", lambda config, device: 10_000)
+    monkeypatch.setattr("learner.loop.updater.free_room", lambda config, device: 10_000)
     assert decide_gradient_checkpointing(config, cpu) is True
     for asked in (True, False):
         asks = learner_config(model_folder, learner={"gradient_checkpointing": asked})

@@ -17,7 +17,7 @@ from async_rl.pipeline import check_cluster_memory
 from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.processes.actors import LearnerActor, Origin
 from async_rl.run.processes.placement import Host, Reservation, decide_placement, host_demands
-from learner.memory.memory_plan import GIB
+from learner.memory.room import GIB
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.documents import ROOT

@@ -12,13 +12,14 @@ import pytest
 
 from async_rl.base.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.base.run_dir.run_dir import answer_pause, is_complete, is_of_newest_end, newest_event, read_events
+from async_rl.base.run_dir.resuming import is_complete
+from async_rl.base.run_dir.run_dir import is_of_newest_end
+from async_rl.base.run_dir.watch_events import answer_pause, newest_event, read_events
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import format_status
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
-from async_rl.run.processes.watchdog import Watchdog
-from async_rl.run.watch.run_watch import RunWatch
+from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import logged
 
@@ -48,8 +49,9 @@ class Run:
         self.log = RunLog(self.config)
         self.learner = Calls()
         self.processes: Any = SimpleNamespace(actors={"learner/0": self.learner}, place=None)
-        self.watchdog = Watchdog(self.config, self.processes)
-        self.watch = RunWatch(self.config, self.processes, self.log, self.watchdog)
+        supervisor = Supervisor(self.config, self.processes, self.log)
+        self.act, self.watchdog = supervisor.act, supervisor.watchdog
+        self.watch: Any = supervisor.watch
 
     def checkpoint(self, version: int) -> None:
         (folder := checkpoint_folder(self.run_dir, version)).mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ class Run:
         metrics = tuple(Metric(key, value) for key, value in values.items())
         self.log.add("learner/0", StepDone(version=version, metrics=metrics, spans=spans[:1]))
         self.log.add("rollout/0", WorkerReport(spans=spans[1:]))
-        self.watch.act()
+        self.act()
 
     def steps(self, last: int, first: int = 1, **more: Any) -> None:
         """Make some steps, from BAD on bad ones."""
@@ -212,7 +214,7 @@ def test_trouble_of_another_rule_in_a_pause_is_acted_on_after_the_answer(tmp_pat
     run = troubled(tmp_path, "pause")
     for version, gold in enumerate(GOLD, BAD):
         run.evaluate(version, gold)
-        run.watch.act()
+        run.act()
     assert run.kinds() == ["pause"]
     answer(run, "go-on")
     run.step(8, is_bad=True)
@@ -312,7 +314,7 @@ def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
         if version == 5 and ended:
             end(run, ended)
         run.evaluate(version, gold)
-        run.watch.act(at_end=version == 5)
+        run.act(at_end=version == 5)
     if action == "pause":
         assert run.kinds() == run.learner.made == [] and run.watchdog.note == "running"
         run.log.close()
@@ -334,14 +336,14 @@ def test_trouble_in_the_last_step_itself_does_not_pause_a_run_that_is_over(
     run.step(BAD, is_bad=True)
     assert run.kinds() == run.learner.made == [] and run.watchdog.note == "running"
     assert f"async-rl export {checkpoint_folder(run.run_dir, 5)} OUT_DIR\n" in capsys.readouterr().out
-    run.watch.act(at_end=True)
+    run.act(at_end=True)
     assert run.kinds() == []
 
 
 def test_a_pause_that_came_after_the_learners_last_step_is_over_with_the_run(tmp_path: Path) -> None:
     run = troubled(tmp_path, "pause")
     assert run.kinds() == ["pause"]  # the learner has ended by run.seconds, which the driver learns only from its end
-    run.watch.act(at_end=True)
+    run.act(at_end=True)
     assert run.kinds() == ["pause", "ended"] and run.watchdog.note == "running"
     assert newest_event(run.run_dir, "pause") is None
 
@@ -361,7 +363,7 @@ def test_a_resume_that_ends_without_a_step_ends_the_rollback_unless_it_was_stopp
     first = troubled(tmp_path, "rollback")
     with next_life(first, 5) as again:
         end(again, "the program ended the run", is_stop)
-        again.watch.act()
+        again.act()
         (first.run_dir / "summary.json").write_text(json.dumps(again.log.summary({})))
     if is_stop:
         assert again.kinds() == ["rollback"] and BAD in list_checkpoints(first.run_dir)
@@ -380,6 +382,6 @@ def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_pat
     with next_life(first, steps=5) as again:
         end(again, "")
         again.evaluate(5, GOLD[4])
-        again.watch.act(at_end=True)
+        again.act(at_end=True)
     (event,) = read_events(first.run_dir)
     assert (event.kind, event.version, event.back_to) == ("rollback", 5, 3)

@@ -15,7 +15,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import resolve
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
-from async_rl.base.run_dir.run_dir import WatchEvent, add_event
+from async_rl.base.run_dir.watch_events import WatchEvent, add_event
 from async_rl.run.processes import actor_group
 from async_rl.run.processes.actors import Origin, enter
 from async_rl.run.processes.placement import Reservation, host_demands

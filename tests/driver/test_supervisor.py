@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "server_class", lambda _: Rollout)
-    monkeypatch.setattr(supervision, "JudgeActor", JudgeServer)
+    monkeypatch.setattr("async_rl.run.processes.judge_actor.JudgeActor", JudgeServer)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     runs: list[FakeRun] = []
 

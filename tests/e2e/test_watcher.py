@@ -17,7 +17,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.config.section import section
 from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints
-from async_rl.base.run_dir.run_dir import newest_event, read_events
+from async_rl.base.run_dir.watch_events import newest_event, read_events
 from async_rl.base.telemetry.metrics_logger import format_summary
 from async_rl.base.telemetry.status import format_status
 from async_rl.pipeline import run

@@ -10,7 +10,7 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.resolve import resolve
-from async_rl.base.run_dir.run_dir import open_run_dir
+from async_rl.pipeline import open_run_dir
 
 
 def make_config(model: Path | str = "none", /, **sections: Any) -> Config:
@@ -35,7 +35,7 @@ def changed(config: Config, **sections: Any) -> Config:
 @contextmanager
 def opened_run(config: Config) -> Iterator[Config]:
     """The settings of a run, whose directory is open within the block."""
-    with open_run_dir(config) as decided:
+    with open_run_dir(config, {}) as decided:
         yield resolve(config, decided)
 
 

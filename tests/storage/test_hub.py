@@ -15,13 +15,11 @@ from huggingface_hub import constants
 from async_rl.base.config import Config
 from async_rl.base.config.loading import dump_config, load_config
 from async_rl.base.errors import ConfigError
+from async_rl.base.models_and_data.fetching import find_files, located, pinned
 from async_rl.base.models_and_data.hub import (
     NotInCacheError,
     cached_folder,
     check_login,
-    find_files,
-    located,
-    pinned,
     upload_model,
 )
 from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS, absolute_paths, find_model
@@ -204,7 +202,7 @@ def test_processes_of_a_host_download_once(hub: HubServer, tmp_path: Path) -> No
     hub.models[NAME].commit({**files, "model.safetensors": files["model.safetensors"] + bytes(30_000_000)})
     program = (
         "from async_rl.base.config.loading import load_config\n"
-        "from async_rl.base.models_and_data.hub import located, pinned\n"
+        "from async_rl.base.models_and_data.fetching import located, pinned\n"
         f"config = load_config(None, ['model.path={NAME}', 'task.name=reasoning_gym/chain_sum']); "
         "print(located(pinned(config)).model.path)"
     )
@@ -278,7 +276,6 @@ def test_a_failed_upload_is_noted_with_the_command_that_tries_again(hub: HubServ
 
 
 def test_nothing_is_uploaded_unless_it_is_asked_for_and_there_is_a_model(hub: HubServer, trained: Path) -> None:
-    upload_model(make_config(), trained, pytest.fail)
     upload_model(UPLOADS, trained / "none", [].append)
     assert not hub.requests
 
@@ -286,8 +283,7 @@ def test_nothing_is_uploaded_unless_it_is_asked_for_and_there_is_a_model(hub: Hu
 def test_an_upload_without_a_token_is_refused_before_the_run(
     hub: HubServer, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_login(UPLOADS)
+    check_login(UPLOADS.checkpoint.push_to_hub)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match=r"checkpoint\.push_to_hub"):
-        check_login(UPLOADS)
-    check_login(make_config())
+        check_login(UPLOADS.checkpoint.push_to_hub)

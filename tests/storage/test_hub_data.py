@@ -13,7 +13,8 @@ import pytest
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import NotInCacheError, data_files, pinned
+from async_rl.base.models_and_data.fetching import pinned
+from async_rl.base.models_and_data.hub import NotInCacheError, data_files
 from async_rl.base.models_and_data.hub_names import find_data, hub_repos
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task

@@ -14,13 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, Mamba2Config
 
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.model_folder import (
-    check_model_folder,
-    check_trainable,
-    end_tokens,
-    load_tokenizer,
-    written_whole,
-)
+from async_rl.base.models_and_data.model_folder import check_model_folder, check_trainable, end_tokens, load_tokenizer
+from async_rl.base.models_and_data.model_writing import written_whole
 from learner.models.tiny_model import character_tokenizer, tiny_model
 
 

@@ -12,13 +12,13 @@ import pytest
 from async_rl.base.config import Config, LoraConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.base.run_dir.checkpoints import (
-    check_newest,
     checkpoint_folder,
     find_checkpoint,
     list_checkpoints,
     model_folder,
 )
-from async_rl.base.run_dir.resuming import config_file, undo_resume, write_config
+from async_rl.base.run_dir.resuming import check_newest, config_file, undo_resume
+from async_rl.base.run_dir.run_dir import write_config
 from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import make_checkpoint
 

@@ -14,8 +14,8 @@ import pytest
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
-from async_rl.base.run_dir.resuming import write_config
-from async_rl.base.run_dir.run_dir import find_run, is_complete, new_run_dir
+from async_rl.base.run_dir.resuming import find_run, is_complete
+from async_rl.base.run_dir.run_dir import new_run_dir, write_config
 from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import make_checkpoint
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from async_rl.base.run_dir.checkpoints import (
     LEAST_STEPS,
     RecentSteps,
-    missing_steps,
-    restored_records,
     write_step_metrics,
 )
+from async_rl.base.run_dir.resuming import missing_steps, restored_records
 from async_rl.base.telemetry.metrics import over_steps, seconds_at
 
 

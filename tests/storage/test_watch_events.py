@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_folder
-from async_rl.base.run_dir.run_dir import (
+from async_rl.base.run_dir.watch_events import (
     Kind,
     WatchEvent,
     accepted_rules,
@@ -73,7 +73,6 @@ def test_a_resume_continues_a_rollback_that_has_not_begun_and_counts_all(tmp_pat
     assert twice == {"run.resume": str(checkpoint_folder(tmp_path, 15)), "watch.rollbacks": 2}
     named = str(checkpoint_folder(tmp_path, 30))
     assert rollbacks_of(named)["run.resume"] == named, "the user has chosen this one"
-    assert rollbacks_of("") == {"run.resume": "", "watch.rollbacks": 0}, "a new run"
 
 
 def test_only_a_paused_run_that_goes_on_can_be_answered_and_it_gets_the_answer_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.messages.reports import StepDone, WorkerReport
-from async_rl.base.run_dir.resuming import write_config
+from async_rl.base.run_dir.run_dir import write_config
 from async_rl.base.seams import Loss
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import NORMAL_END, write_status

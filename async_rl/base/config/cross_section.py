@@ -39,8 +39,9 @@ class SlotLimits:
 
     @property
     def fewest(self) -> int:
-        """The smallest number of slots with which the learner never waits for ever: E B. Where groups are used again
-        also 2 F, so that there are fresh ones to begin the next batch with while one is trained.
+        """The smallest number of slots with which the learner never waits forever: E B.
+
+        If groups are used again, it is at least 2 F: one batch is trained while fresh groups start for the next.
         """
         return max(self.between_pushes, 2 * self.fresh_per_step * (self.max_uses > 1))
 
@@ -83,8 +84,12 @@ def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
     )
 
 
-def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskConfig) -> None:
-    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint."""
+def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskConfig, pushes: int) -> None:
+    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint.
+
+    Args:
+        pushes: weight_sync.every_steps: only versions that are pushed are evaluated.
+    """
     if not checkpoint.keep_best:
         return
     size, evals, every = evaluation.num_prompts, evaluation.every_steps, checkpoint.every_steps
@@ -96,6 +101,10 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskC
         evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
         f"a multiple of eval.every_steps = {evals} with {user}",
         f"Else {by} is not measured at each checkpoint's version.",
+    )
+    check(
+        every % pushes == 0, "checkpoint.every_steps", every,
+        f"a multiple of weight_sync.every_steps = {pushes} with {user}", "Only versions that are pushed are evaluated.",
     )
 
 
@@ -158,7 +167,7 @@ def check_cross_section(config: Config) -> None:
     _check_episodes(config)
     check_slots(config.staleness.depth, config.slots, config.slot_limits)
     _check_replay(config)
-    check_best(config.checkpoint, config.eval, config.task)
+    check_best(config.checkpoint, config.eval, config.task, config.weight_sync.every_steps)
     check_eval_servers(config.placement.eval.servers, config.eval, config.task, config.rollout.server_url)
     check_average(config.learner, config.eval, config.placement)
     _check_judge(config)

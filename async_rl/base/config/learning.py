@@ -34,7 +34,7 @@ class LoraConfig:
 
 @section("model")
 class ModelConfig:
-    """The policy: its folder, its number type, its attention and its adapters."""
+    """The policy: folder, number type, attention and adapters."""
 
     path: PathText
     """A Hugging Face causal language model: its folder (config.json, safetensors, tokenizer) or, if there is no such

@@ -404,3 +404,8 @@ class LoggingConfig:
     `tensorboard --logdir RUN_DIR` shows them (`pip install tensorboard`)."""
     project: str = "async-rl"
     """The project in wandb and trackio."""
+
+    @property
+    def has_trackers(self) -> bool:
+        """Whether a tracker may be on. With wandb auto that depends on the user's login."""
+        return self.wandb != "disabled" or self.trackio or self.tensorboard

@@ -44,7 +44,7 @@ class RewardConfig:
 
     @property
     def counts(self) -> bool:
-        """Whether a number of it is in the sum, so that an answer needs its verdict."""
+        """Whether it has a weight other than 0. Then an answer without its verdict is left out."""
         return bool(self.weight or any(self.weights.values()))
 
     @property

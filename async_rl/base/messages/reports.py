@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from async_rl.base.telemetry.examples import Example
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.timeline import Sample, Span, clock_id
+
+if TYPE_CHECKING:
+    from async_rl.base.telemetry.examples import Example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

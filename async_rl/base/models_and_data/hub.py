@@ -1,17 +1,15 @@
 """Models and data sets of the Hugging Face hub in this host's cache: finds them there, or downloads them.
 
-The driver of a run pins each name to a commit, which config.yaml records, and each host finds that commit in its own
-cache or downloads it. The work is huggingface_hub's; its settings are HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+A run that names nothing on the hub does not load this module (hub_names.py). The work is huggingface_hub's; its
+settings are HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,20 +18,8 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
-from async_rl.base.config.resolve import Decided, renamed, resolve
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub_names import (
-    DATA_KEYS,
-    DATA_SUFFIXES,
-    MODEL_KEYS,
-    SCHEME,
-    HubRepo,
-    find_model,
-    hub_repo,
-    hub_repos,
-    names_in,
-    recorded_name,
-)
+from async_rl.base.models_and_data.hub_names import DATA_SUFFIXES, SCHEME, HubRepo, find_model, recorded_name
 from async_rl.base.run_dir.checkpoints import find_checkpoint, run_dir_of
 from async_rl.base.run_dir.resuming import config_file
 
@@ -47,58 +33,6 @@ _CARD = "README.md"
 
 class NotInCacheError(ConfigError):
     """A repository of the hub is not, or not whole, in this host's cache, and could not be downloaded."""
-
-
-def commits(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Decided:
-    """Return each name of the hub with its commit, so that every host, and a resume, loads the same files.
-
-    A resume takes the commits of its run where a name gives no revision. If the hub does not answer, the commit that
-    this host has in its cache is taken.
-
-    Raises:
-        ConfigError: there is no such repository or revision, or nothing is cached and the hub does not answer.
-    """
-    names: dict[str, dict[str, str]] = defaultdict(dict)
-    for repo in hub_repos(config, keys):
-        if not repo.is_pinned:
-            earlier = _recorded(config, repo) if config.run.resume and not repo.revision else None
-            names[repo.key][repo.name] = earlier or repo.at(_commit(repo))
-    return {key: renamed(config, key, of_key) for key, of_key in names.items()}
-
-
-def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
-    """Return the settings with the `commits` of a command that starts no run."""
-    return resolve(config, commits(config, keys))
-
-
-def located(
-    config: Config, keys: Sequence[str] = MODEL_KEYS, check: Callable[[], None] = lambda: None
-) -> Config:
-    """Return the settings with this host's folders of the models that are on the hub; downloads what is missing.
-
-    Args:
-        check: called in the course of a download, by any thread; an exception that it raises ends the download.
-
-    Raises:
-        ConfigError: a model is not in this host's cache, and can't be downloaded.
-    """
-    return resolve(config, {repo.key: str(model_folder(repo, check=check)) for repo in hub_repos(config, keys)})
-
-
-def find_files(config: Config, keys: Sequence[str]) -> None:
-    """Check that this host has the files that the settings `keys` name; download what is on the hub.
-
-    Raises:
-        ConfigError: a path is not on this host, or a download failed.
-    """
-    for key, name in names_in(config, keys):
-        if repo := hub_repo(name, key):
-            data_files(repo) if repo.kind == "dataset" else model_folder(repo)
-        elif not Path(name).exists() and not glob.glob(name, recursive=True):
-            raise ConfigError(
-                f"{config.network.host} has no {os.path.abspath(name)}, which {key} names: put it at the same path on "
-                f"every host, as on a shared disk, or name what is on the hub ({SCHEME}OWNER/NAME)"
-            )
 
 
 def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[], None] = lambda: None) -> Path:
@@ -242,11 +176,19 @@ def cached_folder(name: str) -> Path | None:
     return Path(folder)
 
 
-def _commit(repo: HubRepo) -> str:
+def with_commit(config: Config, repo: HubRepo) -> str:
+    """Return the name of `repo` with its commit: as the resumed run records it, or as the hub or the cache has it.
+
+    Raises:
+        ConfigError: there is no such repository or revision, or nothing is cached and the hub does not answer.
+    """
     from huggingface_hub import HfApi
 
+    if config.run.resume and not repo.revision and (earlier := _recorded(config, repo)):
+        return earlier
     with _explained(repo):
-        return HfApi().resolve_revision(repo.id, repo_type=repo.kind, revision=repo.revision or None).resolved
+        found = HfApi().resolve_revision(repo.id, repo_type=repo.kind, revision=repo.revision or None)
+    return repo.at(found.resolved)
 
 
 def _recorded(config: Config, repo: HubRepo) -> str | None:
@@ -319,25 +261,24 @@ def _progress_class(check: Callable[[], None]) -> Any:
     return CheckingBar
 
 
-def check_login(config: Config) -> None:
-    """Raise ConfigError if checkpoint.push_to_hub asks for an upload, and this host has no token for the hub."""
+def check_login(name: str) -> None:
+    """Raise ConfigError if this host has no token of the hub to upload to `name`, the value of checkpoint.push_to_hub.
+    """
     from huggingface_hub import get_token
 
-    if config.checkpoint.push_to_hub and not get_token():
+    if not get_token():
         raise ConfigError(
-            f"checkpoint.push_to_hub {config.checkpoint.push_to_hub} needs a token of the hub that may write: log in "
+            f"checkpoint.push_to_hub {name} needs a token of the hub that may write: log in "
             "with `hf auth login`, or set HF_TOKEN"
         )
 
 
 def upload_model(config: Config, folder: Path, note: Callable[[str], None]) -> None:
-    """Upload `folder` to the repository checkpoint.push_to_hub, if that is set; a new repository is private.
+    """Upload `folder` to the repository checkpoint.push_to_hub; a new repository is private.
 
     The run has ended by then, so a failure is noted with what to do, and no error.
     """
     name = config.checkpoint.push_to_hub
-    if not name:
-        return
     if not folder.is_dir():
         note(f"nothing is uploaded to {name}: there is no {folder} here")
         return

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config.learning import default_lr
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub_names import SCHEME
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -132,59 +128,8 @@ def check_unquantised(path: str | Path, key: str) -> None:
         )
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn a failed write in the `with` block into a ConfigError that names `folder`, where the user wants a model."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{folder} can't be written: {reason}. Name a folder on a disk with room for it") from None
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder` to write a model into; the end of the block renames it to `folder`.
-
-    So `folder` holds a whole model at any time, or none. If the block raises, the files that it has written are
-    removed.
-    """
-    target = folder.resolve()
-    partial = _partial_of(target)
-    with writing(folder):
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        with writing(folder):
-            if target.exists():
-                shutil.rmtree(target)
-            partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def check_target(key: str, path: str, maker: Maker) -> Path:
-    """Return the folder `path`, the value of `key`, into which a command writes the model that it makes.
-
-    Raises:
-        ConfigError: it holds something else than an earlier result, or `path` names a model of the hub.
-    """
-    target = Path(path)
-    others = target.is_dir() and not (target / maker.marker).is_file() and any(target.iterdir())
-    if others or target.is_file() or path.startswith(SCHEME):
-        raise ConfigError(
-            f"{key} {path} exists and was not written by `{maker.command}`; it will not be overwritten. "
-            f"Set {key} to a new folder for the result, and {maker.base_key} to the model to start from"
-        )
-    return target
-
-
-def _partial_of(folder: Path) -> Path:
+def partial_of(folder: Path) -> Path:
+    """Return the folder that has the files of `folder` until all are written."""
     return folder.with_name(f"{folder.name}.partial")
 
 
@@ -345,7 +290,7 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
 def _how_to_get(folder: Path, key: str) -> str:
     """Return what a user may do to get the model in `folder`, the value of `key`, which does not exist."""
     maker = _MADE_BY.get(key, SFT)
-    if _partial_of(folder).is_dir():
+    if partial_of(folder).is_dir():
         return f"`{maker.command}` ended before it was whole: run it again"
     if folder.parts[:1] == ("models",):
         return f"If it is on the Hugging Face hub, name it as it is named there: OWNER/{folder.name}"

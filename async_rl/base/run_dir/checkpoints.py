@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.config import CheckpointConfig, Config
-from async_rl.base.config.check import check
 from async_rl.base.errors import ConfigError
 
 FOLDER = "checkpoints"
@@ -35,7 +34,8 @@ RESUMING = ".resuming"
 """The file that a resume keeps until its first step; it holds the suffix of what was set aside, the version, MODELS,
 and "named" if run.resume names the checkpoint. Versions of this program that set aside no models wrote no MODELS."""
 _OLD_STATE_FILE = "cut.json"  # of format 1
-_NAME = re.compile(r"step_(\d+)")
+NAME = re.compile(r"step_(\d+)")
+"""The name of a checkpoint's folder."""
 _PAST_FILE = re.compile(r"\.lineage_(\d+)(?:\.|$)")
 
 
@@ -87,15 +87,9 @@ def model_folder(run_dir: Path, version: int) -> Path:
     return run_dir / MODELS / f"step_{version}"
 
 
-def later_models(run_dir: Path, version: int) -> list[Path]:
-    """Return the Hugging Face folders of versions above `version`, without those that a resume has set aside."""
-    found = ((_NAME.fullmatch(folder.name), folder) for folder in (run_dir / MODELS).glob("step_*"))
-    return [folder for name, folder in found if name and int(name[1]) > version]
-
-
 def run_dir_of_model(folder: Path) -> Path:
     """Return the run directory of RUN_DIR/model, or of a version's `model_folder`; of another folder the one above."""
-    is_of_version = folder.parent.name == MODELS and _NAME.fullmatch(folder.name)
+    is_of_version = folder.parent.name == MODELS and NAME.fullmatch(folder.name)
     return folder.parents[1] if is_of_version else folder.parent
 
 
@@ -103,7 +97,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Return {version: folder} of the complete checkpoints, oldest first."""
     found = {}
     for folder in (run_dir / FOLDER).glob("step_*"):
-        if (name := _NAME.fullmatch(folder.name)) and _is_complete(folder):
+        if (name := NAME.fullmatch(folder.name)) and _is_complete(folder):
             found[int(name[1])] = folder
     return dict(sorted(found.items()))
 
@@ -147,31 +141,15 @@ def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
 
 def _set_aside(folder: Path) -> Path:
     """Return the name that a checkpoint gets from a resume which has not come to its first step."""
-    return folder.parent / f"{folder.name}.{_suffix(folder.parent.parent)}"
+    return folder.parent / f"{folder.name}.{resuming_suffix(folder.parent.parent)}"
 
 
-def _suffix(run_dir: Path) -> str:
+def resuming_suffix(run_dir: Path) -> str:
     """Return the suffix of what a resume has set aside that has not come to its first step; "" without one."""
     try:
         return (run_dir / RESUMING).read_text().partition(" ")[0]
     except OSError:
         return ""
-
-
-def check_newest(run_dir: Path) -> None:
-    """Raise ConfigError if a resume has set aside later checkpoints and has not come to its first step.
-
-    It runs right now, and its first step discards them, or it was killed, and the next one takes them back.
-    """
-    suffix = _suffix(run_dir)
-    later = [folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")] if suffix else []
-    if later:
-        newest = max(later, key=lambda name: int(name.removeprefix("step_").partition(".")[0]))
-        raise ConfigError(
-            f"{run_dir / RESUMING} says that a resume of the run has not come to its first step, or was killed before: "
-            f"that decides whether its newest checkpoint is {newest}. Name one of those in {run_dir / FOLDER}, or "
-            f"go on with the run first: async-rl train --resume {run_dir}"
-        )
 
 
 def _check_place(folder: Path) -> None:
@@ -185,7 +163,7 @@ def _check_place(folder: Path) -> None:
 
 def _check_in_line(folder: Path) -> None:
     """Raise ConfigError if a resume has set a checkpoint aside for good: the run's other files do not lead to it."""
-    if _PAST_FILE.search(folder.name) and folder.name.partition(".")[2] != _suffix(run_dir_of(folder)):
+    if _PAST_FILE.search(folder.name) and folder.name.partition(".")[2] != resuming_suffix(run_dir_of(folder)):
         raise ConfigError(
             f"run.resume must be a checkpoint of the steps that the run has now, got {folder}: a resume that went back "
             f"to an earlier one has set it aside. Name {folder.parent}/step_N, or begin a new run with its model: "
@@ -262,22 +240,6 @@ def resumed_training_state(config: Config) -> TrainingState | None:
     return read_training_state(Path(config.run.resume)) if config.run.resume else None
 
 
-def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
-    """Rename checkpoints and models newer than `version` to step_N.lineage_L: a resume from `checkpoint` discards them.
-
-    No run resumes from a folder with such a name. Checkpoints that never became complete are removed.
-
-    Args:
-        lineage: L, the number of the lineage that ends with the resume.
-    """
-    for partial in checkpoint.parent.glob("step_*.partial"):
-        shutil.rmtree(partial)
-    run_dir = run_dir_of(checkpoint)
-    checkpoints = [folder for each, folder in list_checkpoints(run_dir).items() if each > version]
-    for folder in [*checkpoints, *later_models(run_dir, version)]:
-        folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
-
-
 def prune(
     run_dir: Path, config: CheckpointConfig, values: Mapping[int, float], needed: Collection[int | None] = ()
 ) -> None:
@@ -307,16 +269,6 @@ def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping
     return [version for version in versions if version not in kept]
 
 
-def check_measured(config: Config) -> None:
-    """Check, for checkpoint.keep_best, that the version of each checkpoint is pushed: others are not evaluated."""
-    every, pushes = config.checkpoint.every_steps, config.weight_sync.every_steps
-    check(
-        every % pushes == 0, "checkpoint.every_steps", every,
-        f"a multiple of weight_sync.every_steps = {pushes} with checkpoint.keep_best",
-        f"Else eval/{config.checkpoint.best_by} is not measured at each checkpoint's version.",
-    )
-
-
 def _is_complete(folder: Path) -> bool:
     """Whether the folder is a checkpoint; one of an older format counts, so that `read_training_state` refuses it."""
     return (folder / STATE_FILE).is_file() or (folder / _OLD_STATE_FILE).is_file()
@@ -324,8 +276,6 @@ def _is_complete(folder: Path) -> bool:
 
 FILE_NAME = "step_metrics.jsonl"
 LEAST_STEPS = 10
-RESTORED = "log/restored"
-"""The metric, always 1, of a step whose record was taken from a checkpoint."""
 
 
 class RecentSteps:
@@ -357,44 +307,3 @@ class RecentSteps:
 
 def write_step_metrics(folder: Path, text: str) -> None:
     (folder / FILE_NAME).write_text(text)
-
-
-def missing_steps(logged: Sequence[Mapping[str, float | None]], version: int) -> list[int]:
-    """Return the steps up to `version` that have no record in `logged`, the records of metrics.jsonl."""
-    found = {record["step"] for record in logged if record.get("time/written_at_s") is not None}
-    return [step for step in range(1, version + 1) if step not in found]
-
-
-def restored_records(
-    checkpoint: Path, steps: Sequence[int], logged: Sequence[Mapping[str, float | None]]
-) -> list[dict[str, float | None]]:
-    """Return the records of the `steps` whose metrics the folder of a checkpoint has, in order.
-
-    They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` goes on
-    from the last record in `logged` by the time of each step. `time/since_first_step_s` is 0 at step 1, whose warm-up
-    counts in no time of the run, and missing at the others.
-    """
-    file = checkpoint / FILE_NAME
-    lines = file.read_text().splitlines() if file.is_file() else []
-    kept = {record["step"]: record for record in map(json.loads, lines)}
-    written_at_s = max((record.get("time/written_at_s") or 0.0 for record in logged), default=0.0)
-    found = []
-    for step in steps:
-        if record := kept.get(step):
-            written_at_s += record.get("time/step_s") or 0.0
-            began = {"time/since_first_step_s": 0.0} if step == 1 else {}
-            found.append({**record, **began, "time/written_at_s": round(written_at_s, 3), RESTORED: 1.0})
-    return found
-
-
-def numbers_text(steps: Sequence[int]) -> str:
-    """Return ascending step numbers as text with ranges, e.g. `3, 7 to 9`."""
-    parts: list[str] = []
-    first = last = steps[0]
-    for step in [*steps[1:], math.inf]:
-        if step == last + 1:
-            last = int(step)
-            continue
-        parts.append(f"{first}" if first == last else f"{first} to {last}")
-        first = last = step  # type: ignore[assignment]
-    return ", ".join(parts)

@@ -18,6 +18,11 @@ def write_whole(file: Path, text: str) -> None:
     partial.replace(file)
 
 
+def whole_lines(file: Path) -> list[str]:
+    """Return the lines of a file without the last one if a crash has cut it short."""
+    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 TAIL_LINES = 20
 END_BYTES = 2**20
 """How much of the end of a log is read, which may have become as large as the disk."""

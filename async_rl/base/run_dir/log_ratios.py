@@ -6,7 +6,7 @@
         learner                       [sum of T] float16    learner - proximal logprob in the last pass over the token
 
 Tokens that were not trained on are NaN. `learner` is missing with one optimizer step a batch, where it would be 0.
-Differences are kept and not logprobs, because as float16 they give a ratio near 1 with three digits.
+The file has differences and not logprobs: in float16 they give a ratio near 1 with three digits.
 """
 
 from __future__ import annotations

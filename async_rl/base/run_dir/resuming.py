@@ -1,36 +1,58 @@
-"""Prepares the directory of a run for a resume, and puts back what a resume set aside that has made no step."""
+"""Prepares the directory of a run for a resume, and puts back what a resume set aside that has made no step.
+
+A resume that trains no step changes nothing, unless it comes to the end of its run. `open_resumed_run_dir` sets aside
+what was written after the checkpoint. It puts all of that back unless a step, or an end of the run, was logged. If the
+process is killed before, the next resume puts it back.
+
+A new run does not load this module.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.config.loading import dump_config, load_config
-from async_rl.base.config.resolve import resolve
+from async_rl.base.config.loading import load_config
+from async_rl.base.config.resolve import Decided, resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import (
+    FILE_NAME,
     FOLDER,
     MODELS,
+    NAME,
     RESUMING,
     TrainingState,
-    later_models,
+    find_checkpoint,
     lineage_of,
     lineage_of_checkpoint,
     list_checkpoints,
-    rename_later,
+    read_training_state,
+    resuming_suffix,
+    run_dir_of,
 )
-from async_rl.base.run_dir.files import write_whole
+from async_rl.base.run_dir.files import whole_lines, write_whole
+from async_rl.base.run_dir.run_dir import (
+    INTERRUPTED,
+    NEW_CONFIG,
+    asked_name,
+    config_text,
+    locked,
+    numbered,
+    remove_marker,
+)
+from async_rl.base.run_dir.watch_events import WATCH_ANSWER
 
 _NAMED = " named"
 """The end of the marker RESUMING of a resume whose checkpoint run.resume names."""
-_NEW_CONFIG = "config.resuming.yaml"
-"""The file with the config of a resume until its first step."""
 _MARKER = re.compile(rf"lineage_(\d+) (\d+)( {MODELS})?(?:{_NAMED})?")
 
 
@@ -52,6 +74,100 @@ class _Marker(NamedTuple):
         return run_dir / f"config.{self.suffix}.yaml"
 
 
+@contextlib.contextmanager
+def open_resumed_run_dir(config: Config, decided: Decided, resume: str) -> Iterator[Decided]:
+    """Lock the directory of the run that `resume` names, and prepare it as `_resumed` does; yield its decisions.
+
+    Raises:
+        ConfigError: `resume` names no checkpoint, or its run is complete or is locked by another process, or the disk
+            has no file locks.
+    """
+    with locked(run_dir_of(find_checkpoint(resume))), _resumed(config, decided, resume) as resumed:
+        yield resumed
+
+
+@contextlib.contextmanager
+def _resumed(config: Config, decided: Decided, resume: str) -> Iterator[Decided]:
+    """Set aside the files written after the checkpoint, yield the decisions of the resumed run; if the block then ends
+    without a logged step, put them back.
+
+    Of a run whose end was cut short, after its last step, the end is left to do.
+
+    Raises:
+        ConfigError: the checkpoint is of run.steps or later, and the run is complete, or it began with another
+            model.path or model.lora.alpha.
+    """
+    checkpoint = find_checkpoint(resume)
+    run_dir = run_dir_of(checkpoint)
+    (run_dir / WATCH_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
+    undo_resume(run_dir)  # of a resume that was killed before its first step
+    is_named = Path(os.path.abspath(resume)) != run_dir
+    if not checkpoint.exists():  # that resume had set it aside
+        checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
+    # that resume may have set aside the newest, or the named one for good
+    checkpoint = find_checkpoint(checkpoint if is_named else run_dir)
+    saved = read_training_state(checkpoint)
+    version = saved.version
+    if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
+        raise ConfigError(
+            f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
+            f"Set run.steps={2 * version} to train on"
+        )
+    place = {"run.dir": str(run_dir.parent), "run.name": run_dir.name, "run.resume": str(checkpoint)}
+    decided = {**decided, **place}
+    settings = resolve(config, decided)
+    check_origin(settings, saved)
+    try:
+        prepare_resume(settings, saved, is_named)
+        yield decided
+    finally:
+        undo_resume(run_dir)
+
+
+def find_run(config: Config) -> Path | None:
+    """Return the run directory that `--resume auto` continues, or None if a new run is to start.
+
+    Candidates are the directory of run.name and those with a number, NAME-2 and so on, which were made because the name
+    was taken. The last one with a checkpoint or an end wins. A run whose own run.name ends in such a number is another
+    run; so is one after a gap in the numbers, unless it records that it was made for this name.
+    """
+    found = None
+    for place, number in enumerate(_numbers(config), 1):
+        candidate = numbered(config, number)
+        asked, is_behind_gap = asked_name(candidate), number > place
+        is_of_name = number == 1 or asked == config.run.name or not (asked or is_behind_gap)
+        if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
+            found = candidate
+    return found
+
+
+def _numbers(config: Config) -> list[int]:
+    """Return the numbers of the existing directories of a run's name, in order; run.name itself has the number 1."""
+    parent, name = config.run_dir.parent, re.compile(re.escape(config.run.name) + r"(?:-([1-9]\d*))?")
+    found = (name.fullmatch(path.name) for path in parent.iterdir()) if parent.is_dir() else ()
+    return sorted(int(each[1] or 1) for each in found if each and each[1] != "1")
+
+
+def is_complete(run_dir: Path, config: Config) -> bool:
+    """Return whether a run has ended with a summary, so that nothing is left to train.
+
+    It may have ended after run.steps steps, or earlier: by run.seconds, the watcher, the program that trains, or a task
+    with nothing left to learn. Not complete is a run that was interrupted, that the watcher sends back, that continued
+    after its summary or from an earlier checkpoint, or that ended without a step.
+    """
+    file = run_dir / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
+    if INTERRUPTED in summary or "rolled_back" in summary:
+        return False
+    resumes = kept_resumes(run_dir)
+    is_newest_end = summary.get("resumes", resumes) >= resumes
+    has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
+    if summary["steps"] >= config.run.steps:
+        return is_newest_end or has_gone_on
+    has_its_reason = summary["steps"] > 0 and ("ended" in summary or config.run.seconds > 0)
+    return has_its_reason and is_newest_end and not has_gone_on
+
+
 def resuming_since_s(run_dir: Path) -> float | None:
     """Return since when, by time.time(), a resume of a run has been on its way to its first step; None: there is none.
 
@@ -71,12 +187,6 @@ def resumes_named_checkpoint(run_dir: Path) -> bool:
         return False
 
 
-def write_config(config: Config) -> None:
-    """Write the run's config.yaml. A resumed run calls this at its first step or its end, and is not undone then."""
-    write_whole(config.run_dir / "config.yaml", _text(config))
-    _remove_marker(config.run_dir)
-
-
 def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
     """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
 
@@ -88,7 +198,7 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
     marker = _Marker(max(_newest_lineage(run_dir), told), version, has_moved_models=True)
     suffix = marker.suffix
     write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
-    write_whole(run_dir / _NEW_CONFIG, _text(config))
+    write_whole(run_dir / NEW_CONFIG, config_text(config))
     rename_later(Path(config.run.resume), version, marker.lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -139,16 +249,16 @@ def check_origin(config: Config, saved: TrainingState) -> None:
 
 
 def undo_resume(run_dir: Path) -> None:
-    """If the last resume ended before its first step, put back the files that it set aside and remove its own.
+    """Undo a resume that ended before its first step: put back the files that it set aside, and remove its own.
 
-    One that was killed between a checkpoint and the log of its step stays, with its config.
+    A resume that has written a checkpoint is kept, with its config, even if it logged no step.
     """
     marker = _read_marker(run_dir)
     if marker and _has_gone_on(run_dir, marker):
         config_file(run_dir).replace(run_dir / "config.yaml")
     elif marker:
         _put_back(run_dir, marker)
-    _remove_marker(run_dir)
+    remove_marker(run_dir)
 
 
 def config_file(run_dir: Path) -> Path:
@@ -157,7 +267,7 @@ def config_file(run_dir: Path) -> Path:
     marker = _read_marker(run_dir)
     if marker is None:
         return own
-    found = run_dir / _NEW_CONFIG if _has_gone_on(run_dir, marker) else marker.past_config(run_dir)
+    found = run_dir / NEW_CONFIG if _has_gone_on(run_dir, marker) else marker.past_config(run_dir)
     return found if found.exists() else own
 
 
@@ -174,16 +284,6 @@ def _config_of(run_dir: Path, lineage: int) -> Config | None:
         return load_config(config_file(run_dir) if is_newest else run_dir / f"config.lineage_{lineage}.yaml")
     except ConfigError:
         return None
-
-
-def _text(config: Config) -> str:
-    """Return the content of config.yaml, which leaves out run.resume."""
-    return dump_config(resolve(config, {"run.resume": ""}))
-
-
-def _remove_marker(run_dir: Path) -> None:
-    for name in (RESUMING, _NEW_CONFIG):
-        (run_dir / name).unlink(missing_ok=True)
 
 
 def _read_marker(run_dir: Path) -> _Marker | None:
@@ -235,6 +335,84 @@ def _files_in_use(run_dir: Path) -> list[Path]:
     return [file for file in found if ".lineage_" not in file.name]
 
 
-def whole_lines(file: Path) -> list[str]:
-    """Return the lines of a file without the last one if a crash has cut it short."""
-    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
+    """Rename checkpoints and models newer than `version` to step_N.lineage_L: a resume from `checkpoint` discards them.
+
+    No run resumes from a folder with such a name. Checkpoints that never became complete are removed.
+
+    Args:
+        lineage: L, the number of the lineage that ends with the resume.
+    """
+    for partial in checkpoint.parent.glob("step_*.partial"):
+        shutil.rmtree(partial)
+    run_dir = run_dir_of(checkpoint)
+    checkpoints = [folder for each, folder in list_checkpoints(run_dir).items() if each > version]
+    for folder in [*checkpoints, *later_models(run_dir, version)]:
+        folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
+
+
+def later_models(run_dir: Path, version: int) -> list[Path]:
+    """Return the Hugging Face folders of versions above `version`, without those that a resume has set aside."""
+    found = ((NAME.fullmatch(folder.name), folder) for folder in (run_dir / MODELS).glob("step_*"))
+    return [folder for name, folder in found if name and int(name[1]) > version]
+
+
+def check_newest(run_dir: Path) -> None:
+    """Raise ConfigError if a resume has set aside later checkpoints and has not come to its first step.
+
+    It runs right now, and its first step discards them, or it was killed, and the next one takes them back.
+    """
+    suffix = resuming_suffix(run_dir)
+    later = [folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")] if suffix else []
+    if later:
+        newest = max(later, key=lambda name: int(name.removeprefix("step_").partition(".")[0]))
+        raise ConfigError(
+            f"{run_dir / RESUMING} says that a resume of the run has not come to its first step, or was killed before: "
+            f"that decides whether its newest checkpoint is {newest}. Name one of those in {run_dir / FOLDER}, or "
+            f"go on with the run first: async-rl train --resume {run_dir}"
+        )
+
+
+RESTORED = "log/restored"
+"""The metric, always 1, of a step whose record was taken from a checkpoint."""
+
+
+def missing_steps(logged: Sequence[Mapping[str, float | None]], version: int) -> list[int]:
+    """Return the steps up to `version` that have no record in `logged`, the records of metrics.jsonl."""
+    found = {record["step"] for record in logged if record.get("time/written_at_s") is not None}
+    return [step for step in range(1, version + 1) if step not in found]
+
+
+def restored_records(
+    checkpoint: Path, steps: Sequence[int], logged: Sequence[Mapping[str, float | None]]
+) -> list[dict[str, float | None]]:
+    """Return the records of the `steps` whose metrics the folder of a checkpoint has, in order.
+
+    They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` goes on
+    from the last record in `logged` by the time of each step. `time/since_first_step_s` is 0 at step 1, whose warm-up
+    counts in no time of the run, and missing at the others.
+    """
+    file = checkpoint / FILE_NAME
+    lines = file.read_text().splitlines() if file.is_file() else []
+    kept = {record["step"]: record for record in map(json.loads, lines)}
+    written_at_s = max((record.get("time/written_at_s") or 0.0 for record in logged), default=0.0)
+    found = []
+    for step in steps:
+        if record := kept.get(step):
+            written_at_s += record.get("time/step_s") or 0.0
+            began = {"time/since_first_step_s": 0.0} if step == 1 else {}
+            found.append({**record, **began, "time/written_at_s": round(written_at_s, 3), RESTORED: 1.0})
+    return found
+
+
+def numbers_text(steps: Sequence[int]) -> str:
+    """Return ascending step numbers as text with ranges, e.g. `3, 7 to 9`."""
+    parts: list[str] = []
+    first = last = steps[0]
+    for step in [*steps[1:], math.inf]:
+        if step == last + 1:
+            last = int(step)
+            continue
+        parts.append(f"{first}" if first == last else f"{first} to {last}")
+        first = last = step  # type: ignore[assignment]
+    return ", ".join(parts)

@@ -8,14 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.base.config import Config
 from async_rl.base.telemetry.certificate import ParityAxis, format_certificate
-from async_rl.base.telemetry.examples import Example
 from async_rl.base.telemetry.metrics import (
     DeclarationFile,
     Figures,
@@ -24,13 +23,10 @@ from async_rl.base.telemetry.metrics import (
     read_metrics,
     reduce_metrics,
 )
-from async_rl.base.telemetry.trackers import (
-    TensorboardRun,
-    TrackioRun,
-    open_tensorboard_run,
-    open_trackio_run,
-    open_wandb_run,
-)
+
+if TYPE_CHECKING:
+    from async_rl.base.telemetry.examples import Example
+    from async_rl.base.telemetry.trackers import TensorboardRun, TrackioRun, WandbRun
 
 
 class MetricsLogger:
@@ -59,11 +55,14 @@ class MetricsLogger:
         )  # fmt: skip
         self._task = self._bar.add_task("training", total=self._steps)
         self._bar.start()
-        self._wandb = open_wandb_run(config, run_dir, self.note)
-        trackers: tuple[TrackioRun | TensorboardRun | None, ...] = (
-            open_trackio_run(config, run_dir, self.note), open_tensorboard_run(config, run_dir, self.note)
-        )
-        self._trackers = [tracker for tracker in trackers if tracker]
+        self._wandb: WandbRun | None = None
+        self._trackers: list[TrackioRun | TensorboardRun] = []
+        if config.logging.has_trackers:
+            from async_rl.base.telemetry.trackers import open_tensorboard_run, open_trackio_run, open_wandb_run
+
+            self._wandb = open_wandb_run(config, run_dir, self.note)
+            opened = (open_trackio_run(config, run_dir, self.note), open_tensorboard_run(config, run_dir, self.note))
+            self._trackers = [tracker for tracker in opened if tracker]
 
     def reduce(self, metrics: Sequence[Metric]) -> dict[str, float]:
         """Return {key: value} of all metrics of a step or an evaluation, and keep their declarations with the run."""
@@ -158,7 +157,7 @@ def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
 
 _ON_SOURCE = {"eval/accuracy": "eval/accuracy/", "eval/reward": "eval/reward_on/"}
 _OF_REWARD = "eval/reward/"
-SHOWN = 8
+MOST_NAMES = 8
 """The most names that a line of the console shows."""
 
 
@@ -180,7 +179,7 @@ def by_name(values: Mapping[str, float], key: str) -> str:
     told = ""
     for part in filter(None, parts):
         shown = [f"{name} {value:.3f}" for name, value in sorted(part.items())]
-        shown[SHOWN:] = [f"{len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
+        shown[MOST_NAMES:] = [f"{len(shown) - MOST_NAMES} more"] if len(shown) > MOST_NAMES else []
         told += f" ({', '.join(shown)})"
     return told
 

@@ -18,7 +18,7 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 Series = tuple[list[float], list[float], list[float]]
 """The steps of a metric, its values at these steps, and their weights in a mean over steps."""
 
-SHOWN = (
+CURVES = (
     "reward/mean", "eval/accuracy", "staleness/max", "staleness/mean", "utilisation/learner", "utilisation/rollout"
 )  # fmt: skip
 """The metrics in the plot of the learning curve."""
@@ -33,7 +33,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
 
     run_dir = Path(run_dir)
     records, declared = read_metrics(run_dir / "metrics.jsonl"), read_declarations(run_dir)
-    series = {key: _series(records, key, declared.get(key, PLAIN).by) for key in SHOWN}
+    series = {key: _series(records, key, declared.get(key, PLAIN).by) for key in CURVES}
     reward, accuracy = series["reward/mean"], series["eval/accuracy"]
     if not reward[0] and not accuracy[0]:
         return None

@@ -78,15 +78,6 @@ def state_of(note: str, age_s: float) -> str:
     return "stopped writing" if age_s > STALE_S else "running" if note == RUNNING else "paused"
 
 
-def saved_state(run_dir: Path) -> str | None:
-    """Return the state of a run by its status.json; None if there is none that can be read."""
-    try:
-        saved = json.loads((run_dir / "status.json").read_text())
-        return state_of(saved["note"], time.time() - saved["time_s"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def format_status(run_dir: Path) -> str:
     """Return the status of a run as text: while it runs, a table with one line for each process.
 

@@ -1,4 +1,4 @@
-"""Accounting of time: computes the share of time that each pool spent in each state from the spans of its work.
+"""Accounting of time: the share of its time that each pool spent in each state, computed from spans.
 
 Pools are named `learner/<rank>`, `rollout/<index>` and `eval/<index>`. Every instant of a pool counts as exactly one
 state, so the shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which is the same for all

@@ -8,6 +8,7 @@
     cuda_ipc.py          transport cuda_ipc; memory of GPUs that learner and servers share
     disk.py              transport disk
     parcels.py           compact pushes: changes (delta) and adapters
+    sums.py              sums of weights, for verified pushes
     checkpoint_names.py  names and shapes of weights in model folders
 
 A version is served whole or not at all: servers are paused, receive every bucket, get the version's number with the

@@ -268,7 +268,7 @@ class Announcement:
 
 
 class BucketAnnouncer:
-    """The learner's half, for one server: announces buckets and waits for the receipts of the server's ranks.
+    """The learner's half, for one server: announces buckets and waits until the server's ranks confirm them.
 
         learner   announces a bucket: names, types, shapes   ->  each rank of the server, in a thread
         learner   broadcasts its bytes in the push's group   ->  the same thread, which keeps them next to the weights

@@ -21,13 +21,17 @@ Barriers between the ranks in a push:
 
 from __future__ import annotations
 
+import base64
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch.distributed import DistError, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -35,7 +39,7 @@ from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights.members import Member, Members, start_together
 from async_rl.base.weights.server_admin import Bucket
-from async_rl.base.weights.transport import BucketTransport
+from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes
 
 CALLS = 5
 """One rank may wait for another as long as this many calls to servers may take."""
@@ -245,3 +249,31 @@ class FreedMemory:
 
     def _key(self, left: str, rank: int) -> str:
         return f"{self._push}/{left}/{rank}"
+
+
+_sharing = threading.Lock()
+"""Held while a bucket is shared, because torch's sharing strategy is a setting of the whole process."""
+
+
+def share_bucket(bucket: Bucket) -> str:
+    """Return the pickle, in base64, with which one SGLang server maps the bucket's memory and finds its tensors.
+
+    SGLang accepts no other format. This process itself reads no pickle.
+    """
+    tensors, start = [], 0
+    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        end = start + bucket_num_bytes([dtype], [shape])
+        tensors.append(SimpleNamespace(
+            name=name, shape=torch.Size(shape), dtype=getattr(torch, dtype),
+            start_idx=start, end_idx=end, numel=end - start,
+        ))
+        start = end
+    with _sharing:
+        before = multiprocessing.get_sharing_strategy()
+        # The server finds host memory by its name: torch could pass a file descriptor only to a child process.
+        multiprocessing.set_sharing_strategy("file_system")
+        try:
+            payload = ForkingPickler.dumps({"flattened_tensor": bucket.data, "metadata": tensors})
+        finally:
+            multiprocessing.set_sharing_strategy(before)
+    return base64.b64encode(payload).decode()

@@ -1,4 +1,4 @@
-"""The transport through files that learner and servers can read, which works where no other transport does."""
+"""The transport through files on a disk that learner and servers share. It works where no other transport does."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ from torch import Tensor
 from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.base.telemetry.timeline import Span
 from async_rl.base.weights.members import LOST_WITHIN_S, Member, start_together, wait_for_silent
-from async_rl.base.weights.parcels import value_sums
 from async_rl.base.weights.server_admin import ServerAdmin
+from async_rl.base.weights.sums import value_sums
 from async_rl.base.weights.transport import Transport, serving_dtype
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ class BucketTransport(Transport):
         """Start to send `bucket`. Returns immediately a function that waits until every server has received it."""
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
-        """Gather the first bucket, and return it with those that follow, which are gathered when they are needed."""
+        """Gather the first bucket. Returns all buckets; the others are gathered when they are needed."""
         buckets = iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers)
         return itertools.chain(list(itertools.islice(buckets, 1)), buckets)
 

@@ -9,7 +9,7 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.config.loading import dump_config, load_config, read_yaml
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import located, pinned
+from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.model_folder import policy_lr
 from async_rl.run.before_start.gpus import UNKNOWN_SIZE, plan_here, plan_memory
 from async_rl.run.before_start.preflight import check_inputs, check_names, task_of

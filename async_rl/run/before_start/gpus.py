@@ -26,7 +26,7 @@ UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 
 
 def check_gpu_driver() -> None:
-    """Check that torch finds a GPU if this host has one that the user has not hidden.
+    """Check that torch finds this host's GPUs, unless there are none or the user has hidden them.
 
     Raises:
         ConfigError: there are GPUs and torch finds none; it says which driver is needed and which one is there.
@@ -100,7 +100,7 @@ def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
 
 def plan_here(config: Config) -> MemoryPlan | None:
     """Return the plan for a run on this host; None: the size of its GPUs is not known."""
-    from learner.memory.memory_plan import host_bytes
+    from learner.memory.room import host_bytes
 
     gpus = gpus_here()
     num_bytes = smallest_gpu_bytes() if gpus else host_bytes()
@@ -108,6 +108,10 @@ def plan_here(config: Config) -> MemoryPlan | None:
 
 
 def check_memory(config: Config) -> list[str]:
-    """Return warnings about memory on this host, see MemoryPlan.check."""
+    """Return warnings about memory on this host, see MemoryPlan.check. ConfigError: it is too small."""
+    from learner.memory.room import host_bytes, surely_fits_host
+
+    if not gpus_here() and surely_fits_host(config, host_bytes()):
+        return []
     plan = plan_here(config)
     return plan.check() if plan else [f"memory: not checked, because {UNKNOWN_SIZE}"]

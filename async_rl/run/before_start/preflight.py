@@ -20,7 +20,6 @@ from async_rl.base.config.check import check
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError, RewardError
 from async_rl.base.models_and_data.experts import experts_of, recorded_experts
-from async_rl.base.models_and_data.hub import check_login
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
 from async_rl.base.models_and_data.model_folder import (
     ROLES,
@@ -32,15 +31,13 @@ from async_rl.base.models_and_data.model_folder import (
     load_tokenizer,
     weight_shapes,
 )
-from async_rl.base.models_and_data.row_files import files_of
+from async_rl.base.network import interface_of
 from async_rl.base.ports import check_ports
-from async_rl.base.run_dir.checkpoints import check_measured
 from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.engines import ENGINES
 from async_rl.base.seams.lookup import import_object
 from async_rl.run.before_start.gpus import check_gpu_driver, check_memory
 from async_rl.run.processes.placement import (
-    check_addresses,
     check_sharing,
     explain,
     find_hosts,
@@ -89,6 +86,8 @@ def check_names(config: Config) -> None:
     for key, name in names_in(config, (*MODEL_KEYS, *DATA_KEYS)):
         if is_data(key):
             if find_data(name, key) is None:
+                from async_rl.base.models_and_data.row_files import files_of
+
                 files_of(name, key)
         elif find_model(name, key) is None:
             check_is_folder(key, name)
@@ -130,21 +129,20 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         add("how the learner updates servers", name, partial(_check_admin, name, entry, verifies))
     add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), pools=("learner",))
     if pushed := config.checkpoint.push_to_hub:
-        add("checkpoint.push_to_hub", pushed, lambda: check_login(config))
-    if best := config.checkpoint.keep_best:
-        add("checkpoint.keep_best", f"{best}", lambda: check_measured(config))
+        add("checkpoint.push_to_hub", pushed, lambda: _check_login(pushed))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         add(key, path, partial(check_role_folder, key, path))
     if judge := config.judge.path:
         add("judge.path", judge, lambda: _check_judge(config), pools=("judge",))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
-        add("network.host", host, lambda: check_addresses(config))
+        add("network.host", host, lambda: _check_addresses(config))
     if config.network.ports:
         add("network.ports", config.network.ports, lambda: check_ports(config))
     if runs_here(config):
         add("placement", f"{config.placement.processes_per_node} processes", lambda: _check_placement(config))
-        add("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config))
+        add("weight_sync.transport", config.weight_sync.transport,
+            lambda: check_sharing(config, host_demands(config, gpus_here())))
         if keys := config.network.keys:
             add("network.keys", keys, lambda: check_keys(keys))
     # Another host may have packages for attention that this one lacks; every model has eager attention.
@@ -165,8 +163,6 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
         add("episodes", played, lambda: _check_episodes(config), MODEL, pools=servers)
-    if text := config.task.pretrain_path:
-        add("task.pretrain_path", text, lambda: _check_pretraining(config), MODEL, pools=("learner",))
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
     add(TASK, source, lambda: _check_task(task(), has_questions), MODEL, pools=servers)
     add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, pools=servers)
@@ -222,6 +218,21 @@ def _reads_text(config: Config) -> bool:
     return RewardRows(config.model.path, config.reward_model.path).reads_text
 
 
+def _check_login(name: str) -> None:
+    from async_rl.base.models_and_data.hub import check_login
+
+    check_login(name)
+
+
+def _check_addresses(config: Config) -> None:
+    """Check that network.host is an address of this host, and is one for a server at rollout.server_url."""
+    interface_of(config.network.host)
+    if config.rollout.server_url:
+        from async_rl.run.before_start.attached_server import check_server_reaches_learner
+
+        check_server_reaches_learner(config)
+
+
 def _check_optimizer(config: Config) -> None:
     from learner.loop.optimizer import check_optimizer
 
@@ -229,9 +240,15 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_disk(config: Config) -> None:
-    from learner.memory.sizes import checkpoint_bytes
+    """Check with a bound on the size of a checkpoint and, if that has no room, with the size itself."""
+    from learner.memory.room import most_state_bytes
 
-    check_disk(config, checkpoint_bytes(config))
+    try:
+        check_disk(config, most_state_bytes(config))
+    except ConfigError:
+        from learner.memory.sizes import checkpoint_bytes
+
+        check_disk(config, checkpoint_bytes(config))
 
 
 def check_model(config: Config) -> None:
@@ -280,12 +297,6 @@ def _check_episodes(config: Config) -> None:
 
     server_url = "http://127.0.0.1:1"  # only the format of tool calls is chosen; nothing is sent
     MultiTurnPlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
-
-
-def _check_pretraining(config: Config) -> None:
-    from learner.stages.pretraining import read_texts
-
-    read_texts(config)
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:
@@ -347,12 +358,3 @@ def _check_placement(config: Config) -> None:
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
     explain(config, find_hosts(config))
-
-
-def _check_transport(config: Config) -> None:
-    transport, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, gpus_here()
-    check(
-        gpus > 0 or entry is None or "cpu" in entry.devices, "weight_sync.transport", transport,
-        "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
-    )
-    check_sharing(config, host_demands(config, gpus))

@@ -16,14 +16,10 @@ from async_rl.base.messages.reports import EvaluationDone, Report, StepDone, Tra
 from async_rl.base.run_dir.checkpoints import (
     checkpoint_before,
     list_checkpoints,
-    missing_steps,
-    numbers_text,
     prune,
-    restored_records,
     resumed_training_state,
 )
-from async_rl.base.run_dir.resuming import kept_resumes, write_config
-from async_rl.base.run_dir.run_dir import accepted_rules
+from async_rl.base.run_dir.run_dir import write_config
 from async_rl.base.telemetry.certificate import certificate
 from async_rl.base.telemetry.metrics import (
     TIME,
@@ -85,9 +81,12 @@ class RunLog:
         """The value of what checkpoint.best_by names, by policy version."""
         self._restored: list[dict[str, float | None]] = []
         """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
-        self.watcher = Watcher(
-            limits_of(config), config.rollout.group_size, config.eval.every_steps, accepted_rules(self.run_dir)
-        )
+        accepted: set[str] = set()
+        if config.run.resume:
+            from async_rl.base.run_dir.watch_events import accepted_rules
+
+            accepted = accepted_rules(self.run_dir)
+        self.watcher = Watcher(limits_of(config), config.rollout.group_size, config.eval.every_steps, accepted)
         if saved := resumed_training_state(config):
             self.version = saved.version
             past = read_metrics(self.run_dir / "metrics.jsonl")
@@ -116,6 +115,8 @@ class RunLog:
 
     def _find_unlogged(self, past: list[dict[str, float | None]]) -> None:
         """Find the steps up to the checkpoint that were not logged before the driver was killed, and tell of them."""
+        from async_rl.base.run_dir.resuming import missing_steps, numbers_text, restored_records
+
         missing = missing_steps(past, self.version)
         self._restored = restored_records(Path(self._config.run.resume), missing, past)
         restored = [int(record["step"] or 0) for record in self._restored]
@@ -148,7 +149,7 @@ class RunLog:
             self.logger.alarm(f"ALARM at step {found.version}: {found.text([name])}. {RULES[name].advice}.")
         for name, since in found.over.items():
             self.logger.note(f"step {found.version}: the alarm {name}, on since step {since}, is over")
-        if found.trouble:  # several steps may be logged before one is acted on
+        if found.trouble and self._config.watch.acts:  # several steps may be logged before one is acted on
             self._troubles.append(found)
 
     def take_trouble(self) -> Finding | None:
@@ -211,10 +212,10 @@ class RunLog:
         self._close_steps()
 
     def restarted(self, process: str, version: int | None) -> None:
-        """Note that a server works again, and record the time without it.
+        """Report on the console that a server is back, and add its downtime to the timeline.
 
         Args:
-            version: the version of its weights; None: it gets the one that is evaluated next.
+            version: the version of its weights; None: it is an evaluation server, which gets the next version.
         """
         weights = f"with the weights of version {version}" if version is not None else "for the next evaluation"
         self.logger.note(f"{process} is back, {weights}")
@@ -304,7 +305,7 @@ class RunLog:
         self._on_step(report.version, values | evals)
 
     def begin_lineage(self) -> None:
-        """Keep what a resume has set aside, and log the steps that were trained but not logged before it."""
+        """Make a resume final: it is not undone any more. Logs the steps that were trained but not logged before it."""
         self.has_begun = True
         write_config(self._config)
         self.logger.begin_lineage()
@@ -320,10 +321,15 @@ class RunLog:
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
         """Return the content of summary.json, by key."""
+        resumes = 0
+        if self._config.run.resume:
+            from async_rl.base.run_dir.resuming import kept_resumes
+
+            resumes = kept_resumes(self.run_dir)
         summary: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "steps": self.version,
-            "resumes": kept_resumes(self.run_dir),
+            "resumes": resumes,
             **self.results.summary(self.version, self.logger.figures, self.timeline),
             "buffer": buffer_counters,
         }

@@ -19,7 +19,7 @@ MOST_SAMPLES = 2**16
 
 
 class RunTimeline:
-    """Keeps what the processes did since the last step but one, and writes what is older to timeline.json."""
+    """Keeps the spans of the last two steps, and writes older ones to timeline.json."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -89,7 +89,7 @@ class RunTimeline:
             plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png", self.first_step)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
-        """Keep samples, without those that are too close to the one before of their pool and name."""
+        """Keep samples, but drop one that comes too soon after the last sample of the same pool and name."""
         for sample in samples:
             key = (sample.pool, sample.name)
             if not self._sample_gap_s or sample.time_s >= self._sampled_s.get(key, -math.inf) + self._sample_gap_s:

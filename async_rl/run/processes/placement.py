@@ -5,29 +5,23 @@
     explain(config, hosts)    the placement as text, without reserving anything (`--dry-run`)
     reserve(config)           reserves it: a Ray placement group that spreads over the hosts
     decide_placement(...)     what depends on it: the weight transport, and the share of a GPU that servers get
-    check_addresses(config)   checks that learner and servers can reach each other
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address
 from itertools import islice
 from typing import Any
-from urllib.parse import urlsplit
-
-import psutil
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check, either
 from async_rl.base.config.resolve import Decided, resolve
 from async_rl.base.config.weight_sync import check_compact_transport, check_compact_type, check_staging_transport
 from async_rl.base.errors import ConfigError, WaitTimeoutError
-from async_rl.base.network import interface_of
 from async_rl.base.seams import working_transports
 from async_rl.run.processes.ray_start import JOIN_COMMANDS, NoClusterError, open_ray
 from async_rl.run.processes.signals import StopSignals
@@ -380,7 +374,10 @@ def decide_placement(config: Config, reservation: Reservation) -> Decided:
         settings = resolve(config, decided)
         check_staging_transport(settings.weight_sync, working)
         check_compact_transport(settings.weight_sync, working)
-        check_server_reaches_learner(settings)
+        if settings.rollout.server_url:
+            from async_rl.run.before_start.attached_server import check_server_reaches_learner
+
+            check_server_reaches_learner(settings)
     check_sharing(resolve(config, decided), parts)
     return decided
 
@@ -394,13 +391,14 @@ def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
 
 
 def check_sharing(config: Config, parts: Sequence[HostDemand]) -> None:
-    """Raise ConfigError if the weight transport requires that each server shares its GPU with a learner rank, or that
-    none shares one, and the placement has it otherwise.
+    """Raise ConfigError if the placement lacks what the weight transport needs: GPUs at all, a learner rank on each
+    server's GPU, or a GPU of its own for each process.
     """
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
     if entry is None:
         return
     allowed = either(["auto", *_working_transports(config, parts)])
+    check(gpus > 0 or "cpu" in entry.devices, "weight_sync.transport", asked, f"{allowed} on a host without GPUs")
     check(
         not entry.needs_one_device or gpus == 0 or _servers_have_ranks(config, parts), "weight_sync.transport", asked,
         f"{allowed} where servers are on GPUs without a learner rank; these are on {gpus:g} GPUs",
@@ -428,8 +426,7 @@ def _shares(parts: Sequence[HostDemand]) -> set[float]:
 
 
 def _servers_have_ranks(config: Config, parts: Sequence[HostDemand]) -> bool:
-    """Whether each server shares its GPU, or a host without GPUs, with a learner rank, which can give it weights there.
-    """
+    """Whether each server has a learner rank on its GPU, or on its host without GPUs, as cuda_ipc needs it."""
     placement = config.placement
     if placement.colocated:
         return placement.num_nodes == 1 and len(placement.ranks_of_servers) == placement.rollout.servers
@@ -450,8 +447,9 @@ def ray_hosts() -> list[Host]:
 
 
 def find_hosts(config: Config) -> list[Host]:
-    """Return the hosts that the run would have: this one, or the hosts of the Ray cluster that it would join; none:
-    there is no cluster, and RAY_ADDRESS names none.
+    """Return the hosts that the run would use: this one, or all of the Ray cluster that it would join.
+
+    The list is empty if there is no cluster and RAY_ADDRESS is not set.
     """
     if runs_here(config):
         return [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
@@ -488,49 +486,3 @@ def gpus_here() -> float:
     import torch
 
     return float(torch.cuda.device_count())
-
-
-def check_addresses(config: Config) -> None:
-    """Check that network.host is an address of this host, and is one for a server at rollout.server_url."""
-    interface_of(config.network.host)
-    check_server_reaches_learner(config)
-
-
-def check_server_reaches_learner(config: Config) -> None:
-    """Check that a server at rollout.server_url gets what the transport, unless it is auto, delivers.
-
-    It is told to connect to network.host. On several nodes that is an address that Ray knows.
-
-    Raises:
-        ConfigError: the server is elsewhere and network.host is on loopback; or no host with its name can be found.
-    """
-    url, transport, entry = config.rollout.server_url, config.weight_sync.transport, config.weight_sync.transport_entry
-    if not url or entry is None or entry.delivers == "folder" or config.placement.num_nodes > 1:
-        return
-    check(
-        not config.network.is_on_loopback or _is_here(url), "rollout.server_url", url,
-        f"on this host with network.host {config.network.host} and weight_sync.transport {transport}",
-        "The server would look for the learner on its own host. Set network.host to the address by which it reaches "
-        "this host, or weight_sync.transport: disk if both read the same files. If it is on this host, write 127.0.0.1 "
-        "in the URL.",
-    )
-
-
-def _is_here(url: str) -> bool:
-    """Whether the host in `url`, a name or an address, is this one. So is 0.0.0.0, where servers listen."""
-    try:
-        found = socket.getaddrinfo(urlsplit(url).hostname, None)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"rollout.server_url must have a host that can be found, got {url!r}: {error}. Correct the name, or write "
-            "the host's address"
-        ) from None
-    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    addresses = [_plain(str(address[0])) for *_, address in found]
-    return any(str(each) in own or each.is_loopback or each.is_unspecified for each in addresses)
-
-
-def _plain(text: str) -> IPv4Address | IPv6Address:
-    """Return the address of a text; IPv4 in the form of IPv6, such as ::ffff:127.0.0.1, becomes IPv4."""
-    address = ip_address(text)
-    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

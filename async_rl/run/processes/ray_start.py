@@ -55,11 +55,10 @@ def open_ray(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Have a Ray that is started in the body ask for a token of its own, unless the user has one.
+    """Give a Ray that is started in the body its own token, unless the user has set one.
 
-    Without it Ray writes one into the home folder, and a later `ray start --head` would ask for that one. Ray also
-    sets RAY_AUTH_MODE. What the process had of both is there again after the body, and Ray's copies in memory are read
-    anew, so that the process may then use Ray as before.
+    Otherwise Ray would write a token into the home folder, and a later `ray start --head` would ask for it. After the
+    body RAY_AUTH_MODE and RAY_AUTH_TOKEN are as before, and Ray reads them again.
     """
     of_ray: Any = importlib.import_module("ray._raylet")
     loader = of_ray.AuthenticationTokenLoader.instance()
@@ -159,9 +158,9 @@ def _without_address(config: Config) -> str:
 
 @contextlib.contextmanager
 def ray_messages_in(file: Path) -> Iterator[None]:
-    """Append what Ray tells the driver, such as a page of text about each killed process, to `file` in the body.
+    """In the body, append Ray's messages to the driver to `file`, such as a page of text about each killed process.
 
-    Otherwise Ray prints it, also with log_to_driver off; the driver says in its own words what has happened.
+    Otherwise Ray would print them, even with log_to_driver off. The driver reports the events itself.
     """
     from ray._private import worker
 

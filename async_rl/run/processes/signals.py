@@ -105,7 +105,7 @@ class RunControl:
         self._save_waits = False
 
     def connect(self, learner: Any) -> None:
-        """Pass what was asked for so far, and all that follows, to this actor, the learner's rank 0."""
+        """Send all requests, earlier and later ones, to this actor, the learner's rank 0."""
         with self._lock:
             self._learner, reason = learner, self._end_reason
             save_waits, self._save_waits = self._save_waits, False

@@ -19,7 +19,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ray.actor import ActorHandle
@@ -29,11 +29,13 @@ from async_rl.base.errors import AsyncRLError, ProcessDiedError, ProcessKilledEr
 from async_rl.base.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.actors import JudgeActor, server_class
+from async_rl.run.processes.actors import server_class
 from async_rl.run.processes.signals import StopSignals
 from async_rl.run.processes.watchdog import Watchdog
 from async_rl.run.watch.evaluations import RunningEvaluations
-from async_rl.run.watch.run_watch import RunWatch
+
+if TYPE_CHECKING:
+    from async_rl.run.watch.run_watch import RunWatch
 
 SMALLER = 0.9
 """A server that comes back with less than this share of its first KV cache is logged."""
@@ -72,7 +74,12 @@ class Supervisor:
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
-        self.watch = RunWatch(config, processes, log, self.watchdog)
+        self.watch: RunWatch | None = None
+        """Acts on trouble. None: the watcher only warns, and there is no pause or rollback that a resume continues."""
+        if config.watch.acts or config.run.resume:
+            from async_rl.run.watch.run_watch import RunWatch
+
+            self.watch = RunWatch(config, processes, log, self.watchdog)
 
     def train(
         self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
@@ -101,7 +108,8 @@ class Supervisor:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
             signals.check()
-            self.watch.begin()
+            if self.watch:
+                self.watch.begin()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
                 background = [self._tasks.create_task(each) for each in (
@@ -152,6 +160,8 @@ class Supervisor:
 
     async def _restart_judge(self, name: str) -> None:
         """Start a lost server of the judge again, at its old address, which the workers know, and log its reports."""
+        from async_rl.run.processes.judge_actor import JudgeActor
+
         index, port = self._config.judge_names.index(name), urlsplit(self._judge_urls[name]).port
         actor: Any = self._processes.start(name, JudgeActor, index, port)
         self.watchdog.begin(name, is_up=False)
@@ -239,7 +249,7 @@ class Supervisor:
             raise ServerLostError(error) from None
 
     async def _serve(self, name: str) -> None:
-        """Have a server work, and log its reports, until it is lost, which raises ServerLostError."""
+        """Run a server and log its reports until it is lost. Raises ServerLostError then."""
         self._running.add(name)
         try:
             await self._compare_kv_room(name)
@@ -295,7 +305,8 @@ class Supervisor:
             if signals.at_once:  # the second signal was raised in another thread than this one
                 raise KeyboardInterrupt("ended at once")
             self._log.close_overdue()
-            self.watch.look()
+            if self.watch:
+                self.watch.look()
             await self._changed.notify()
             for name, error in dead:
                 if name == "buffer":
@@ -304,6 +315,12 @@ class Supervisor:
                     self._log.logger.note(str(error).splitlines()[0])
                     self._processes.kill(name)  # a process that hangs would live on
                 self._declare_lost(name, error)
+
+    def act(self, *, at_end: bool = False) -> None:
+        """Show the alarms of the watcher in status.json, and act on trouble; `at_end`: the learner has ended."""
+        self.watchdog.alarms = self._log.watcher.sentence()
+        if self.watch:
+            self.watch.act(at_end=at_end)
 
     async def _end_on(self, stop: asyncio.Event) -> None:
         """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
@@ -346,7 +363,7 @@ class Supervisor:
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):
             self._log.add(name, report)
-            self.watch.act()
+            self.act()
             if name == "learner/0":
                 self._on_learner_report(report)
             await self._changed.notify()
@@ -417,9 +434,10 @@ class RestartLimit:
         self._deaths: Counter[str] = Counter()
 
     def count(self, name: str, error: AsyncRLError) -> None:
-        """Count a death. Raise `error`, the cause of the loss, if a restart can't mend it, if staleness.mode is
-        exact and its groups are lost, or if it has died more than placement.rollout.max_restarts times since the last
-        step.
+        """Count a death of the server `name`. Raises `error`, its cause, if the server must not be restarted.
+
+        That is so if a restart can't help, if staleness.mode is exact and its groups are lost, or after more than
+        placement.rollout.max_restarts deaths since the last step.
         """
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts

@@ -17,7 +17,7 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_folder
 from async_rl.base.run_dir.resuming import resumes_named_checkpoint
-from async_rl.base.run_dir.run_dir import Kind, WatchEvent, accepted_rules, add_event, newest_event, take_answer
+from async_rl.base.run_dir.watch_events import Kind, WatchEvent, accepted_rules, add_event, newest_event, take_answer
 from async_rl.base.telemetry.status import PAUSED, RUNNING
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
@@ -52,7 +52,6 @@ class RunWatch:
         Args:
             at_end: the learner has ended, so that nothing is left to pause.
         """
-        self._watchdog.alarms = self._log.watcher.sentence()
         if not self._log.has_begun:
             return
         if self._gone_back:

@@ -121,7 +121,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
 def spare_nodes(config: Config, wanted: Sequence[HostDemand], num_nodes: int) -> dict[str, int]:
     """Return {check: number of nodes that may fail it, because no process that needs it will run there}.
 
-    Example: of three nodes one holds only the judge's servers, so that one node may lack model.path.
+    Example: one of three nodes has only the judge's servers. So one node may lack model.path.
     """
     def needs(pools: tuple[str, ...]) -> int:
         return sum(any(name.startswith(pools) for name in demand.gpus_of) for demand in wanted)
@@ -166,7 +166,7 @@ def compare(reports: Mapping[str, NodeReport | Exception], spare: Mapping[str, i
 
 
 def _ports(probes: Mapping[str, Any], timeout_s: float) -> Check:
-    """Check that each node can open a TCP connection to each other one; names those that can't."""
+    """Check that each node can open a TCP connection to each other node; the message names pairs that can't."""
     listening = call_all({name: probe.listen.remote() for name, probe in probes.items()}, timeout_s)
     targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
     reached = call_all({

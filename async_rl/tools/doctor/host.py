@@ -22,7 +22,8 @@ from typing import Literal
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.hub import NotInCacheError, data_files, located, model_folder, pinned
+from async_rl.base.models_and_data.fetching import located, pinned
+from async_rl.base.models_and_data.hub import NotInCacheError, data_files, model_folder
 from async_rl.base.models_and_data.hub_names import hub_repos
 from async_rl.base.seams import ENGINES, EngineEntry
 from async_rl.base.seams.lookup import doc_page

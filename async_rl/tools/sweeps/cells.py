@@ -97,7 +97,7 @@ class Cell:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The overrides that put its run into its folder."""
+        """The overrides of run.dir and run.name for its folder."""
         return (text_override("run.dir", self.folder.parent), text_override("run.name", self.name))
 
 
@@ -301,9 +301,9 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
 
 
 def check_unchanged(cell: Cell, config: str) -> None:
-    """Check that the run in a cell's folder, if there is one, began with the settings that the sweep has for it now.
+    """Check that the run in a cell's folder, if there is one, has the settings of the sweep.
 
-    Its place and what changes no result may differ.
+    Its folder, and settings that change no result, may differ.
 
     Raises:
         ConfigError: a key has another value now, or this sweep has not started the run.
@@ -323,7 +323,7 @@ def check_unchanged(cell: Cell, config: str) -> None:
 
 
 def run_seconds(run_dir: Path) -> float:
-    """Return the time that a run has taken, its start-ups included, until its last line of metrics."""
+    """Return the seconds from a run's start to its last line of metrics, start-ups of resumes included."""
     times = [record.get(key) for record in read_metrics(run_dir / "metrics.jsonl") for key in WRITTEN_AT]
     return max((each for each in times if each is not None), default=0.0)
 

@@ -119,9 +119,9 @@ def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str
 
 
 def trade_off(rows: Sequence[Setting]) -> Any:
-    """Return a figure of what a step is worth and, in bounded mode, the learner's utilisation and what a minute brings.
+    """Return a figure of the efficiency of a step and, in bounded mode, of utilisation and effective steps a minute.
 
-    Where efficiency can't be told, it shows the one by sampled reward. None: there is nothing to show.
+    If no efficiency by accuracy is known, it shows the one by sampled reward. None: there is neither.
     """
     labels = {"efficiency": "synchronous steps", "efficiency_sampled": "by sampled reward"}
     bounded = [row for row in rows if not row.exact]

@@ -253,7 +253,7 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]
 
 
 def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Mapping[Path, str]) -> str:
-    """Return the page, with its pictures in it: sentence and trade-off first, so that they are on the first screen."""
+    """Return the HTML page with all pictures embedded. The sentences and the trade-off come first."""
     name = html.escape(folder.resolve().name)
     figures = []
     for picture, text in pictures.items():

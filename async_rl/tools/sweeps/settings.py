@@ -1,8 +1,8 @@
 """Gathers the seeds of each setting in a row, compares the rows, and recommends one.
 
-What a step is worth (efficiency.py) is told by held-out accuracy, compared with synchronous training. Where that can't
-be told, it is told by the rewards of the policies (policy_curve.py), compared with the setting whose staleness is the
-lowest, under names of its own. The mean of these rewards over the time is taken over the seconds that all runs have.
+The efficiency of a step (efficiency.py) is computed from held-out accuracy, compared with synchronous training. If that
+is not possible, it is computed from the rewards of the policies (policy_curve.py), compared with the setting of the
+lowest staleness, and has another name. Mean rewards are taken over the seconds that all runs have.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def best_rows(rows: Sequence[Setting]) -> list[Setting]:
-    """Return the best row of each unit that has other rows, if it has improved beyond its error."""
+    """Return the best row of each unit with several rows, if it has improved by more than its error."""
     key = speed_key(rows)
     return [order[0] for order in ranked(rows) if order[1:] and _has_improved(order[0], key)]
 

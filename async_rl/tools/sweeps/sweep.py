@@ -31,7 +31,8 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import lineage_of, list_checkpoints
 from async_rl.base.run_dir.files import write_whole
-from async_rl.base.run_dir.run_dir import create_folder, has_locked, is_complete, is_locked
+from async_rl.base.run_dir.resuming import is_complete
+from async_rl.base.run_dir.run_dir import create_folder, has_locked, is_locked
 from async_rl.run.processes.placement import gpus_of_servers
 from async_rl.run.processes.signals import StopSignals
 from async_rl.tools.sweeps.cells import (

@@ -85,7 +85,7 @@ class TokenTexts:
         return [message for message in said if message]
 
     def question(self, prompt: Sequence[int]) -> str:
-        """Return the last message of a prompt, where prompts differ, or all of its text if it holds no message."""
+        """Return the last message of a prompt, by which prompts differ. Without messages: the whole text."""
         messages = self.messages(prompt)
         return messages[-1] if messages else self.decode(prompt)
 

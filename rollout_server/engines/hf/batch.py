@@ -86,7 +86,7 @@ class WindowLayer(CacheLayerMixin):
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request to the hf engine, its replies that are complete, and the future that gets all of them at the end."""
+    """A request to the hf engine: its complete replies so far, and the future that gets all replies at the end."""
 
     request: GenerationRequest
     complete: dict[int, SampledReply] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class OpenRequest:
 
 @dataclass(eq=False, slots=True)
 class _OpenReply:
-    """One reply that is being sampled: a row of the batch, with the random numbers that decide its tokens."""
+    """One reply that is being sampled: a row of the batch, with its source of random numbers."""
 
     group: OpenRequest
     sample: int
@@ -283,7 +283,7 @@ class DecodingBatch:
         self._sampling = None
 
     def _compact(self) -> None:
-        """Remove finished and cancelled rows once they exceed _COMPACT_FRACTION, and columns that only they needed."""
+        """Remove finished and cancelled rows if there are many (_COMPACT_FRACTION), and their unused columns."""
         keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:

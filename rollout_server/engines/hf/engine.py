@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from aiohttp import web
@@ -41,11 +41,14 @@ from async_rl.base.network import authorization
 from async_rl.base.ports import open_listener
 from async_rl.base.weights.broadcast import Receiver
 from async_rl.base.weights.checkpoint_names import from_checkpoint, to_checkpoint
-from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel, value_sums
+from async_rl.base.weights.sums import value_sums
 from async_rl.base.weights.transport import serving_dtype
 from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, StopTexts, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from rollout_server.engines.http_admin import ERASE, SUMS, VALUE_SUMS
+
+if TYPE_CHECKING:
+    from async_rl.base.weights.parcels import Rebuilder
 
 Result = TypeVar("Result")
 Job = tuple[Callable[[], Any], Future[Any]]
@@ -341,7 +344,9 @@ class WeightEndpoints:
         self._host, self._ports = network.host, network.port_range
         self._headers = authorization(network)
         self._receiver = Receiver()
-        self.rebuilder = Rebuilder(lambda: weight_files(model_folder))
+        self._model_folder = model_folder
+        self.rebuilder: Rebuilder | None = None
+        """Makes weights of parcels; None: none has arrived yet."""
         self._staged: dict[str, Tensor] | None = None
         """The tensors received in the current weight update; None outside an update."""
         self._staged_version: int | None = None
@@ -423,15 +428,19 @@ class WeightEndpoints:
 
     def _rebuilt(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the weights that parcels stand for, in memory of their own, as the model will use it."""
+        if self.rebuilder is None:
+            from async_rl.base.weights.parcels import Rebuilder
+
+            self.rebuilder = Rebuilder(lambda: weight_files(self._model_folder))
         device = self._engine.model.device
         return [(name, tensor.to(device, copy=True)) for name, tensor in self.rebuilder.rebuild(tensors)]
 
     async def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
         if self._staged is None:
             raise ValueError("weights must be sent after /begin_weight_update and before /end_weight_update")
-        if any(is_parcel(name) for name, _ in tensors):
-            tensors = await asyncio.to_thread(self._rebuilt, tensors)
         expected = _checkpoint_state(self._engine.model)
+        if any(name not in expected for name, _ in tensors):  # parcels, or tensors of another model
+            tensors = await asyncio.to_thread(self._rebuilt, tensors)
         for name, tensor in tensors:
             if name not in expected:
                 raise ValueError(f"the update brings the tensor {name!r}, which the model does not have")
@@ -459,6 +468,8 @@ class WeightEndpoints:
             await self._engine.erase_weights()
             return {}
         if body["action"] == SUMS:
+            from async_rl.base.weights.parcels import checksum
+
             weights = _checkpoint_state(self._engine.model).items()
             return {"ranks": [{"checksums": {name: str(checksum(w.cpu().contiguous())) for name, w in weights}}]}
         if body["action"] == VALUE_SUMS:

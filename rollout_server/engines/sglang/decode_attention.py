@@ -1,6 +1,6 @@
 """Attention of one new token per sequence in plain torch, for all sequences of a batch in one call.
 
-It is apart from server_changes.py because it needs no SGLang.
+It needs no SGLang, so it is not in server_changes.py.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.broadcast import abort_when_told, receive_announced
-from async_rl.base.weights.parcels import Rebuilder, checksum, holds_nan, is_parcel, value_sums
+from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
+from async_rl.base.weights.sums import holds_nan, value_sums
 from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
 from rollout_server.engines.sglang import recorded_routing, staged_weights
 from rollout_server.engines.sglang.admin import BASE_VARIABLE

@@ -50,7 +50,7 @@ class VLLMAdmin:
         return name in str(self.ask("GET", "/v1/models"))
 
     def set_version(self, version: int) -> None:
-        """Set the version that the server reports for the weights that it holds."""
+        """Set the version number that the server reports for its weights."""
         self.ask("POST", "/update_weight_version", {"new_version": str(version)})
 
     def served_version(self) -> str:

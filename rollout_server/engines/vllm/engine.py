@@ -234,7 +234,7 @@ class VLLMEngine(HttpEngine):
         await asyncio.gather(*(self._extend_equal(request, each) for each in group_replies(replies)))
 
     async def _extend_equal(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
-        """Extend `replies`, which have the same tokens so far, by the tokens that one request samples for them."""
+        """Extend replies with equal tokens by one request that samples further tokens for all of them."""
         key = f"{request.key}.{next(self._attempts)}"
         body = request_body(request, replies, self.end_tokens, key, self.priority(request))
         response = await self.post(GENERATE, body, [key], request.key)

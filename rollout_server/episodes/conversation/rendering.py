@@ -204,7 +204,7 @@ class TurnRenderer:
     def _text_around_messages(self) -> str:
         """Return the text that the template writes around messages of each role that it knows.
 
-        It does not open a reply: some templates begin the model's thinking there, and a prompt may quote that text.
+        The beginning of a reply is left out. Some templates begin the model's thinking there, which a prompt may quote.
         """
         made_up = Message(role="assistant", content=_REPLY)
         result = Message(role="tool", content=_PROBE, tool_call_id="call00000", name="f")

@@ -117,7 +117,7 @@ class ReplyReader:
         return ReadMessage(message, parsed.errors)
 
     async def _parsed(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return what the parser reads. If it fails on the reply, that is an error of a call, which the model reads.
+        """Return the parsed reply. If the parser fails, the model gets that as the error of its tool call.
 
         Raises:
             AsyncRLError: the server with the parser does not answer, or refuses to read replies.

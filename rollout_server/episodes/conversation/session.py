@@ -297,7 +297,7 @@ class Session:
         self._pending.remove(pending)
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Schema]) -> None:
-        """Raise EpisodeOver or ValueError if there can be no reply to these messages."""
+        """Check that these messages can get a reply. Raises EpisodeOver or ValueError if not."""
         self._check_open()
         if not messages or messages[-1]["role"] == "assistant":
             roles = [message["role"] for message in messages[-5:]]

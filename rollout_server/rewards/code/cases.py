@@ -32,13 +32,11 @@ from typing import Any
 
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,99}")
 _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
-CHEATABLE = "runs beside the answer, so that a dishonest answer can pass it"
-"""The fault of a cheatable test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One test of a program: what follows the answer, its input, and what must come out."""
+    """One test of a program: code after the answer, the input, and the expected output."""
 
     suffix: str = ""
     """The code after the answer. It prints a line with `marker` and the result."""
@@ -315,8 +313,10 @@ class TakenApart:
 
 
 def take_apart(code: str) -> TakenApart | None:
-    """Return the asserts at the top of code, or of a function `check(candidate)` that its last line calls, taken apart.
-    None: one of them can't be, or there is none.
+    """Split the asserts of a test into calls of the answer, which run inside, and comparisons, which run outside.
+
+    Asserts at the top of the code count, and those of a function `check(candidate)` that its last line calls. None:
+    there are none, or one can't be split.
     """
     tree = ast.parse(code)
     check, bound = _function_of_the_last_line(tree), set(_bound_names(tree))

@@ -17,6 +17,7 @@ from async_rl.base.config import Config
 from async_rl.base.types import Batch, Group, Slot
 from async_rl.tools.view.journal_reader import JournalReader
 from buffer.journal import FILE_NAME, Journal
+from buffer.past_journal import import_past
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
 from tests.kit.buffer.journal import exported, journalled, record_arrival, same_port, select
@@ -138,7 +139,7 @@ def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: P
     config = journalled(tmp_path)
     journal = Journal(config.run_dir / FILE_NAME, keep_steps=-1)
     for _ in range(2):  # as after a crash between the import and the first commit
-        journal.import_past(tmp_path / "past.sqlite", saved)
+        import_past(journal, tmp_path / "past.sqlite", saved)
     assert tables_of(config) == expected_tables(groups[:3])
     for group in groups[3:5]:
         record_arrival(journal, group, "finished", LIMITS)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal import PayloadFiles, read_payload, share_files
+from buffer.journal import PayloadFiles, read_payload
+from buffer.past_journal import share_files
 
 
 def payloads(first: int, number: int) -> list[memoryview]:

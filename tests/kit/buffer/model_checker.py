@@ -17,7 +17,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_rl.base.run_dir.checkpoints import TrainingState
-from buffer.journal import Journal, Place, payload_folder, read_arrived, read_payload
+from buffer.journal import Journal, Place, payload_folder, read_payload
+from buffer.past_journal import import_past, read_arrived
 from buffer.staleness import Rules
 from buffer.store import Store, buffer_checkpoint, restore_checkpoint
 from buffer.store_state import StoreState
@@ -200,7 +201,7 @@ class ModelChecker:
         self.running, self.rows, self.batch, self.is_draining = [], {}, None, False
         self.journal = self.open_journal()
         if self.journal and past_file:
-            self.journal.import_past(past_file, saved)
+            import_past(self.journal, past_file, saved)
         past = read_arrived(past_file, [i for i, *_ in saved.buffer["live"]]) if past_file else {}
         self.store = Store(self.rules, StoreState(record=self.record))
         restore_checkpoint(saved, self.store.state, self.store.mode, past)

@@ -40,7 +40,7 @@ def rank_main(rank: int, ranks: int, servers: int, model: str, out: str, urls: l
     for version in (1, 2, 3):
         updater.update(make_batch(version, version))
         if version == 3 and rank == 0:
-            pusher.membership.add("rollout/1", urls[servers])
+            pusher.members.add("rollout/1", urls[servers])
         report, lost = pusher.push(version)
         found["lost"].append([name for each in lost for name, _ in each.servers])
         found["bytes"].append(report.num_bytes)

@@ -23,7 +23,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from learner.models.policy import attention_gets_positions, layout_of
+from learner.models.attention_probe import attention_gets_positions
+from learner.models.policy import layout_of
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from async_rl.base.errors import ConfigError
 from learner.algorithms.advantages import batch_advantages
 from learner.loop.ranks import Ranks
 from learner.loop.updater import Updater
-from learner.models.policy import Reference
+from learner.models.reference import Reference
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs

@@ -21,9 +21,9 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring
-from rollout_server.tasks import reasoning_gym_task
+from rollout_server.tasks import reasoning_gym_scorer
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.tasks.reasoning_gym_task import only_compares
+from rollout_server.tasks.reasoning_gym_answers import only_compares
 from tests.kit.configs import changed, make_config
 from tests.kit.rewards import told
 from tests.kit.sandbox import needs_bubblewrap
@@ -128,7 +128,7 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_worker_lives_meanwhile(
     task = open_task(config, TOKENIZER)
     prompt = task.prompt(0)
     assert task.verify(prompt.question, "wrong") == 0  # the server has started
-    monkeypatch.setattr(reasoning_gym_task, limit, 1.0)
+    monkeypatch.setattr(reasoning_gym_scorer, limit, 1.0)
     endless, ticks = "9**9**9", 0
 
     async def tick() -> None:

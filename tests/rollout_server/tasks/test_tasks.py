@@ -15,7 +15,8 @@ from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.tasks.reasoning_gym_task import ReasoningGymScorer
+from rollout_server.tasks.reasoning_gym_answers import only_compares
+from rollout_server.tasks.reasoning_gym_scorer import ReasoningGymScorer
 from tests.kit.configs import make_config
 from tests.kit.tokenizers import tokenizer_of
 
@@ -89,8 +90,9 @@ def test_every_dataset_gives_any_answer_the_number_of_its_own_scorer(nonsense: t
     # one scorer of all, so that one sandbox has all of them loaded
     settings = {"datasets": [DatasetSpec(name, 1.0, {}) for name in names], "seed": 0, "size": 1}
     whole = reasoning_gym.create_dataset("composite", **settings)
+    compares = {name: only_compares(name, each) for name, each in whole.datasets.items()}
     scorer = ReasoningGymScorer(
-        whole, whole.datasets, "composite", settings, is_contained=SANDBOX["kind"] == "bubblewrap"
+        whole, compares, "composite", settings, is_contained=SANDBOX["kind"] == "bubblewrap"
     )
     for name in names:
         dataset = whole.datasets[name]

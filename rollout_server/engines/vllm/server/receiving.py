@@ -24,9 +24,9 @@ from torch.distributed import DistError, PrefixStore, ProcessGroup, TCPStore
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def _parcels_module() -> Any:
-    file = Path(__file__).resolve().parents[4] / "async_rl" / "base" / "weights" / "parcels.py"
-    spec = importlib.util.spec_from_file_location("async_rl_parcels", file)
+def _module(name: str) -> Any:
+    file = Path(__file__).resolve().parents[4] / "async_rl" / "base" / "weights" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"async_rl_{name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -34,11 +34,9 @@ def _parcels_module() -> Any:
     return module
 
 
-_parcels = _parcels_module()
-Rebuilder = _parcels.Rebuilder
-holds_nan = _parcels.holds_nan
-is_parcel = _parcels.is_parcel
-value_sums = _parcels.value_sums
+_parcels, _sums = _module("parcels"), _module("sums")
+Rebuilder, is_parcel = _parcels.Rebuilder, _parcels.is_parcel
+holds_nan, value_sums = _sums.holds_nan, _sums.value_sums
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:

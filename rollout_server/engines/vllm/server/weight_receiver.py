@@ -112,8 +112,9 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         """The parts that are received during generation."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one part. vLLM's own method also waits for the whole device, and so for the parts that are staged
-        beside the running model; here each part waits for its own stream.
+        """Receive one part, and wait for its own CUDA stream.
+
+        vLLM's own method waits for the whole device, which would include the running model.
         """
         self.receive_weights(self.parse_update_info(update_info))
 

@@ -1,0 +1,203 @@
+"""Scores the answers to questions of reasoning_gym datasets whose scorers may run an answer as Python.
+
+    a scorer that only compares        in the caller's thread, in microseconds
+    the right answer itself            there too: it is the dataset's own text, not a model's
+    any other answer                   in a process of its own in a sandbox, whose interpreter has loaded the dataset
+
+That process ends with its answer and can't reach into the interpreter. So no answer changes the score of a later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import pickle
+import queue
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import reasoning_gym
+
+from async_rl.base.config import Config
+from async_rl.base.config.check import check
+from async_rl.base.errors import RewardError
+from rollout_server.question import Question
+from rollout_server.rewards.code.sandbox import MARGIN_S, Bubblewrap, Ended, Interpreter, RunLimits
+from rollout_server.rewards.contract import Reward, RewardResult, Score
+from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
+from rollout_server.tasks.reasoning_gym_answers import entry_of, score_here
+
+CPU_S, WALL_S = 5.0, 10.0
+"""The limits of processor time and of time for scoring one answer. Beyond them it is late, and counts as wrong."""
+_MEMORY_BYTES = 1 << 30
+_MOST_SANDBOXES = 8
+"""Each takes 90 MB and seconds to start."""
+_KEPT_SCORES = 1024
+"""Enough for equal answers of a group, and for those that a warning about equal rewards describes."""
+_MOST_DIGITS = 32
+"""The most characters of a score. A longer text would take long to read as a number."""
+_SETUP = """
+import base64, ctypes, pickle
+import reasoning_gym
+name, settings = pickle.loads(base64.b64decode({dataset!r}))
+dataset = reasoning_gym.create_dataset(name, **settings)
+NOT_DUMPABLE = 4
+ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0, 0, 0, 0)  # so that no answer traces this process
+"""
+_PROGRAM = """
+import base64, pickle, sys
+answer, entry = pickle.loads(base64.b64decode(sys.stdin.read()))
+try:
+    score = float(prepared["dataset"].score_answer(answer=answer, entry=entry))
+except Exception:
+    sys.excepthook(*sys.exc_info())
+    score = None
+print()
+print(score)
+"""
+
+
+class ReasoningGymScorer:
+    """Scores answers to the questions of a dataset, from any thread.
+
+    Its sandboxes start when needed, and end with this object or this process.
+
+    Args:
+        compares: whether the scorer of each dataset that `dataset` is made of only compares, by its name.
+        name: the name of `dataset`. A sandbox makes it once more from name and `settings`.
+        is_contained: whether to use bubblewrap (task.sandbox).
+    """
+
+    def __init__(
+        self, dataset: Any, compares: Mapping[str, bool], name: str, settings: Mapping[str, Any], *, is_contained: bool
+    ) -> None:
+        self._dataset, self._compares = dataset, compares
+        self._scores: OrderedDict[tuple[str, Any, Any], float | str] = OrderedDict()
+        """The newest scores of processes, or the reasons for none, by (question, right answer, answer)."""
+        package = os.path.dirname(os.path.abspath(reasoning_gym.__file__))
+        self.sandbox = Bubblewrap(
+            python=sys.executable, libraries=[os.path.dirname(package)], is_contained=is_contained
+        )
+        setup = _SETUP.format(dataset=base64.b64encode(pickle.dumps((name, settings))))
+        self._idle: queue.LifoQueue[Interpreter] = queue.LifoQueue()
+        for _ in range(min(_MOST_SANDBOXES, num_children())):
+            interpreter = Interpreter(self.sandbox, setup)
+            self._idle.put(interpreter)
+            weakref.finalize(self, interpreter.close)
+
+    def reward(self, verdict: Score) -> Reward:
+        """Return the reward whose function is `verdict`, which calls `score`; a sandbox starts when it is opened."""
+
+        @asynccontextmanager
+        async def opened(config: Config, settings: None) -> AsyncIterator[Score]:
+            await asyncio.to_thread(self.start)
+            yield verdict
+
+        return Reward(open=opened, concurrency=num_children(), check=self._check, describe=self._describe)
+
+    def _check(self, config: Config, settings: None, timeout_s: float, key: str) -> None:
+        """Check that an answer that runs code, or is late, affects only its own score."""
+        needed_s = 2 * WALL_S + MARGIN_S  # the right answer is scored too, if an answer can't be read
+        limit = f"{key}.timeout_s" if key.startswith("task.rewards") else "timeouts.reward_s"
+        check(
+            needed_s <= timeout_s, limit, timeout_s,
+            f"at least {needed_s:g} with task.name {config.task.name}",
+            "Else an answer whose score takes long would cost its whole group the reward.",
+        )
+        check(
+            not config.task.sandbox.url, "task.sandbox.url", config.task.sandbox.url,
+            f"empty with task.name {config.task.name}", "Its scorer may run an answer as Python, in bubblewrap alone.",
+        )
+        self.sandbox.check()
+
+    def _describe(self, config: Config, settings: None) -> str:
+        return f"answers that its scorer runs as Python {config.task.sandbox}"
+
+    def start(self) -> None:
+        """Start a sandbox, before the first answer is scored.
+
+        Raises:
+            AsyncRLError: it can't be started.
+        """
+        interpreter = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        try:
+            if interpreter.process is None:
+                interpreter.start()  # it may take longer than a run: the first one reads files from a cold disk
+        finally:
+            self._idle.put(interpreter)
+        self._run("pass")
+
+    def score(self, question: Question, answer: str) -> RewardResult:
+        """Return the dataset's score of an answer: 0 if it can't be read or is late, then with the metric `late` = 1.
+
+        Raises:
+            Exception: the right answer can't be read either, so the scorer is broken.
+            AsyncRLError: the process can't be run.
+        """
+        if self._scores_here(question, answer):
+            score: float | str | None = score_here(self._dataset, question, answer)
+        else:
+            score = self.score_apart(question, answer)
+            if isinstance(score, str) and isinstance(why := self.score_apart(question, question.ground_truth), str):
+                right = f"{question.ground_truth!r:.100}"
+                raise RewardError(f"the scorer of {question.source} can't read the right answer {right}: {why}")
+        metrics = {"late": float(score is None)}
+        return RewardResult(score if isinstance(score, float) else 0.0, metrics, is_final=score is not None)
+
+    def has_read(self, question: Question, answer: str) -> bool | None:
+        """Return whether the scorer could read an answer, or None if only a process could tell."""
+        if self._scores_here(question, answer):
+            return not isinstance(score_here(self._dataset, question, answer), str)
+        score = self._scores.get(_key(question, answer))
+        return None if score is None else not isinstance(score, str)
+
+    def _scores_here(self, question: Question, answer: str) -> bool:
+        return self._compares[question.source.partition("/")[2]] or answer == question.ground_truth
+
+    def score_apart(self, question: Question, answer: Any) -> float | str | None:
+        """Score an answer in its own process. Returns the score or the reason why there is none; None: it is late.
+
+        Only a number from 0 to 1 is read from the process, because an answer that runs code there can forge the number.
+        """
+        key = _key(question, answer)
+        if (known := self._scores.get(key)) is not None:
+            return known
+        ended = self._run(_PROGRAM, base64.b64encode(pickle.dumps((answer, entry_of(question)))).decode())
+        if ended.is_late or ended.cpu_s >= CPU_S:  # on another day it may be fast enough
+            return None
+        score = self._scores[key] = _score(ended)
+        while len(self._scores) > _KEPT_SCORES:
+            self._scores.popitem(last=False)
+        return score
+
+    def _run(self, program: str, stdin: str = "") -> Ended:
+        try:
+            interpreter = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        except queue.Empty:
+            raise RewardError(f"an answer waited {IDLE_TIMEOUT_S:.0f} s for a sandbox of its scorer") from None
+        try:
+            limits = RunLimits(wall_s=WALL_S, cpu_s=CPU_S, memory_bytes=_MEMORY_BYTES)
+            return interpreter.run(program, stdin, limits)
+        finally:
+            self._idle.put(interpreter)
+
+
+def _score(ended: Ended) -> float | str:
+    """Return the number from 0 to 1 in the last line that a process has printed, or the reason why there is none."""
+    last = (ended.output.splitlines() or [""])[-1]
+    if ended.exit_code == 0 and len(last) <= _MOST_DIGITS:
+        try:
+            if 0 <= (score := float(last)) <= 1:
+                return score
+        except ValueError:
+            pass
+    return (ended.errors.strip().splitlines() or [f"it ended with {ended.exit_code} and {last!r:.40}"])[-1][:300]
+
+
+def _key(question: Question, answer: Any) -> tuple[str, Any, Any]:
+    return question.messages[-1]["content"], question.ground_truth, answer

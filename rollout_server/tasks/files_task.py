@@ -194,8 +194,8 @@ class FilesTask(Task):
         if cheatable:
             self.cautions.append(
                 f"{data.path}: {len(cheatable)} of {len(questions)} questions have a test that runs in the answer's "
-                f"process, so that a dishonest answer can pass it; the first is {cheatable[0]}. Their share in a step is "
-                "reward/<name>/cheatable."
+                f"process, so that a dishonest answer can pass it; the first is {cheatable[0]}. Their share in a step "
+                "is reward/<name>/cheatable."
             )
         return questions, num_rows
 

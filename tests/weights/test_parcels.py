@@ -23,8 +23,8 @@ from async_rl.base.weights.parcels import (
     delta_parcel,
     dense_parcel,
     encode_gaps,
-    holds_nan,
 )
+from async_rl.base.weights.sums import holds_nan
 
 FIRST = Member("rollout/0", "http://a", 0)
 MEMBERS = (FIRST,)

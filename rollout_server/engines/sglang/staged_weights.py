@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.base.weights.broadcast import Announcement
-from async_rl.base.weights.parcels import holds_nan
+from async_rl.base.weights.sums import holds_nan
 
 
 class StagedWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,9 +71,8 @@ def test_four_ranks_that_split_rows_give_the_gradient_and_weights_of_one_rank(
 
 def check_equal(model: Path, results: dict[Case, dict[str, Any]]) -> None:
     """Loss, gradients and metrics of an update are those of one rank with one micro-batch."""
-    wholes = {case: measure(model, case) for case in {_of_one_rank(*found) for found in results}}
     for found, split in results.items():
-        whole = wholes[_of_one_rank(*found)]
+        whole = measured_once(model, _of_one_rank(*found))
         assert [len(share) for share in whole["num_trained"]] == [1]
         assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6)
         for network in whole.keys() & {"policy", "critic"}:
@@ -83,7 +83,7 @@ def check_equal(model: Path, results: dict[Case, dict[str, Any]]) -> None:
 
 def check_equal_roles(model: Path, roles: dict[str, Any]) -> None:
     """Metrics of two updates of policy, critic, reference and reward model, and the weights after them."""
-    whole = measure_roles(model, Case("token_mean", 4096))
+    whole = roles_measured_once(model)
     assert whole["metrics"][1]["kl/reference"] > 0 == whole["metrics"][0]["kl/reference"]
     assert whole["metrics"][0]["reward/mean"] != whole["metrics"][0]["reward/rule_mean"]
     for split, expected in zip(roles["metrics"], whole["metrics"], strict=True):
@@ -91,6 +91,16 @@ def check_equal_roles(model: Path, roles: dict[str, Any]) -> None:
     for name, tensor in whole["weights"].items():
         torch.testing.assert_close(roles["weights"][name], tensor, atol=1e-4, rtol=0)
         assert torch.equal(roles["narrow"][name], roles["weights"][name].to(torch.bfloat16))
+
+
+@cache
+def measured_once(model: Path, case: Case) -> dict[str, Any]:
+    return measure(model, case)
+
+
+@cache
+def roles_measured_once(model: Path) -> dict[str, Any]:
+    return measure_roles(model, Case("token_mean", 4096))
 
 
 def _of_one_rank(algorithm: str, max_tokens: int, sharding: str, slices: int, untied: bool) -> Case:

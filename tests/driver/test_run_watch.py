@@ -23,6 +23,8 @@ from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import changed, make_config, opened_run
 from tests.kit.runs import logged
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 BAD = 7
 """The first step whose rewards are 0 in most tests: 1 to 6 get 1, and the answers of 6, the best, are of version 5."""
 

@@ -28,6 +28,8 @@ from async_rl.tools.sweeps.cells import (
 from async_rl.tools.sweeps.sweep import run_sweep, train_command
 from tests.kit.sweeps import Trainer, base_yaml, make
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path) -> None:
     axes = [staleness_axis("0,2"), key_axis("learner.lr=1e-4,3e-4"), seed_axis(2, 5)]

@@ -20,6 +20,8 @@ from async_rl.tools.sweeps.efficiency import (
 )
 from async_rl.tools.sweeps.statistics import estimate
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 def run(accuracy: Callable[[float], float], every: int = 30, steps: int = 120) -> Evaluations:
     return [(float(v), accuracy(v)) for v in range(0, steps + 1, every)]

@@ -35,6 +35,8 @@ from async_rl.tools.sweeps.report import write_report
 from async_rl.tools.sweeps.results import read_runs
 from tests.kit.view.client import Client
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)
 """The first step includes the warm-up and counts in no figure."""
 BUSY_S = 0.3
@@ -153,7 +155,6 @@ def summary_in(file: Path) -> dict[str, float]:
     return values
 
 
-@pytest.mark.processes
 def test_the_summary_in_wandb_shows_that_number_too(tmp_path: Path) -> None:
     folder = tmp_path / "uneven"
     run_with_uneven_steps(folder, wandb="offline")

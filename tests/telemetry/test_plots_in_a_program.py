@@ -14,6 +14,8 @@ from async_rl.base.telemetry.timeline import Span
 from async_rl.tools.sweeps.report import write_report
 from tests.kit.sweeps import make_sweep
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 
 @pytest.fixture(autouse=True)
 def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:

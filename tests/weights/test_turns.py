@@ -20,6 +20,8 @@ from async_rl.base.weights.cuda_ipc import CudaIpcTransport
 from tests.kit.configs import make_config
 from tests.kit.publishers import names, publisher_for
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 Requests = list[tuple[str, Any]]
 PAUSE = ("/pause_generation", {"mode": "retract"})
 RELEASE = ("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})

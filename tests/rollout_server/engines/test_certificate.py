@@ -31,6 +31,8 @@ from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_sharp_model
 from tests.kit.tiny_moe import save_moe
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 STEPS, PROMPTS = 4, 24
 Plant = Callable[[HFEngine], None]
 

@@ -31,6 +31,8 @@ from tests.kit.configs import server_config
 from tests.kit.engines.replies import of_tokens, with_engine, wrong_sets
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
+pytestmark = pytest.mark.processes  # together they compute for long
+
 TOLERANCE = 1e-4
 LIMITS = SessionLimits(max_tokens=400, max_reply_tokens=12, max_turns=20)
 NUM_TURNS = 4

@@ -36,6 +36,8 @@ class SGLangEngine(HttpEngine):
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
+        self.experts: Experts | None = None
+        """The experts of the model, if their use is recorded."""
         self.support_ids = 0
         """The most ids that the server gives for a token; 0: it gives none."""
 

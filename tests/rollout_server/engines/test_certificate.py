@@ -111,11 +111,12 @@ def stale_prefix(engine: HFEngine) -> None:
     prefill = batch._prefill
 
     def from_cache(prompts: list[np.ndarray]) -> Any:
-        _, logits = prefill(prompts)
-        batch._model, new = old, batch._model
-        cache, _ = prefill(prompts)
-        batch._model = new
-        return cache, logits
+        _, *of_now = prefill(prompts)
+        now = batch._model, batch._routing
+        batch._model, batch._routing = old, None
+        cache, *_ = prefill(prompts)
+        batch._model, batch._routing = now
+        return cache, *of_now
 
     batch._prefill = from_cache  # type: ignore[method-assign]
 

@@ -72,7 +72,7 @@ class Policy(Network):
             given = states, head.weight, inputs.targets, inputs.temperature, forbidden
             if inputs.supports is not None:
                 return score_supports(*given, inputs.supports)
-            return score_tokens(*given, inputs.supports)
+            return score_tokens(*given)
         from learner.models.sequence import owners
 
         scores: tuple[Tensor, Tensor] = head(

@@ -70,8 +70,7 @@ class TokenSupports:
 
 
 def score_tokens(
-    states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None = None,
-    supports: TokenSupports | None = None,
+    states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities of the N target tokens, entropies of their distributions), [N] float32 with gradient.
 
@@ -80,17 +79,16 @@ def score_tokens(
     Args:
         forbidden: ids of tokens that the distributions leave out. A target that is one of them was not sampled; its
             logprob is 0.
-        supports: the ids that the distributions are over, each target among its own.
     """
-    scored: tuple[Tensor, ...] = _ScoreTokens.apply(states, head, targets, temperature, forbidden, supports, False)
-    return scored[0], scored[1]
+    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature, forbidden, None, False)
+    return scored
 
 
 def score_supports(
     states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None,
     supports: TokenSupports,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `score_tokens` does, and two more tensors.
+    """Return what `score_tokens` does, over the support of each token, its target among it; and two more tensors.
 
     masses: [2, N] without gradient: the probability of each token's support, and without its least probable id.
     of_ids: for each id of the supports its log-probability among those of its token. Empty if the supports have no

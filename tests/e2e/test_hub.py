@@ -17,6 +17,7 @@ from benchmarks.marked_command import MarkedCommand
 from tests.kit.hub import HubServer, open_hub
 from tests.kit.models import load_model, save_tiny_model
 from tests.kit.runs import logged
+from tests.kit.tiny_moe import save_moe
 
 pytestmark = pytest.mark.e2e
 
@@ -134,3 +135,13 @@ def test_each_of_two_hosts_fetches_what_its_processes_need_once(
     assert f"every host fetches hf://{MODEL}@" in printed
     assert set(hub.downloads.values()) == {2}
     assert list(other_cache.rglob("model.safetensors")) and list(other_cache.rglob("train.jsonl"))
+
+
+@pytest.mark.nightly
+def test_a_mixture_of_experts_of_the_hub_has_its_experts_recorded(
+    hub: HubServer, config_file: Path, tmp_path: Path, command: Callable[..., str]
+) -> None:
+    hub.add_model("some/experts", save_moe(tmp_path / "experts"))
+    command("train", str(config_file), "model.path=some/experts")
+    records = [record for record in logged(tmp_path / "runs" / "named") if "staleness/max" in record]
+    assert len(records) == 2 and all("routing/changed_fraction" in record for record in records)

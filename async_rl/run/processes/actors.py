@@ -132,7 +132,8 @@ class BufferActor:
         """Open the buffer and return its address. `__init__` does not do this, because Ray hides its errors' types."""
         from buffer.server import BufferServer
 
-        self._server = BufferServer(self._config)
+        # it checks the experts of each token by the model's config.json, so a name of the hub has to become a folder
+        self._server = BufferServer(located(self._config, ["model.path"]))
         return self._server.address
 
     def serve(self) -> None:

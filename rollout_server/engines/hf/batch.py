@@ -396,11 +396,10 @@ def sample_tokens(
     log_softmax(logits / temperature); where the row's tokens are recorded it is over these tokens alone.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    probabilities = logprobs.exp()
+    probabilities, narrowed = logprobs.exp(), logprobs
     if narrowing is not None:
         probabilities = _narrowed(probabilities, narrowing)
-    narrowed = logprobs.masked_fill(probabilities <= 0, -torch.inf)
-    if narrowing is not None:
+        narrowed = logprobs.masked_fill(probabilities <= 0, -torch.inf)
         narrowed -= narrowed.logsumexp(dim=-1, keepdim=True)
         logprobs = torch.where(narrowing.is_recorded, narrowed, logprobs)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)

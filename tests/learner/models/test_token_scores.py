@@ -150,7 +150,7 @@ def test_scores_are_over_each_tokens_support(
     targets, supports = supported()
     (states, head, _, temperature), (others, same, *_) = inputs(), inputs()
     weights = torch.linspace(-1, 2, 7, dtype=torch.float64)
-    found = score_tokens(states, head, targets, temperature, None, supports)
+    found = score_supports(states, head, targets, temperature, None, supports)[:2]
     expected = over_supports(others, same, targets, temperature)
     for logprobs, entropy in (found, expected):
         (logprobs * weights + 0.3 * entropy * weights.flip(0)).sum().backward()
@@ -168,7 +168,7 @@ def test_gradients_over_supports_agree_with_finite_differences(
     states, head, _, temperature = inputs()
     for output in (0, 1):
         assert torch.autograd.gradcheck(
-            lambda *of, output=output: score_tokens(*of, targets, temperature, None, supports)[output], (states, head)
+            lambda *of, output=output: score_supports(*of, targets, temperature, None, supports)[output], (states, head)
         )
 
 
@@ -205,7 +205,7 @@ def test_a_support_without_the_most_probable_tokens_has_finite_logprobs() -> Non
     """A policy that has moved away gives what was sampled then no float32 probability."""
     head = torch.tensor([[200.0], [0.0], [-1.0]], requires_grad=True)
     supports = TokenSupports(torch.tensor([1, 2]), torch.tensor([0, 2]))
-    logprobs, _ = score_tokens(torch.ones(1, 1), head, torch.tensor([1]), torch.ones(1), None, supports)
+    logprobs, *_ = score_supports(torch.ones(1, 1), head, torch.tensor([1]), torch.ones(1), None, supports)
     logprobs.sum().backward()
     inside = torch.log_softmax(torch.tensor([0.0, -1.0]), 0)
     torch.testing.assert_close(logprobs, inside[:1], atol=1e-4, rtol=0)

@@ -60,7 +60,7 @@ class Policy(Network):
         """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
 
         Both are over the ids that each token was drawn from, where these are recorded; then `score_supports` describes
-        two more values, which ranks that split the head do not have.
+        two more values, of which ranks that split the head have only the masses.
 
         Adapters have dropout only in a pass whose gradient is recorded.
         """
@@ -75,7 +75,7 @@ class Policy(Network):
             return score_tokens(*given)
         from learner.models.sequence import owners
 
-        scores: tuple[Tensor, Tensor] = head(
+        scores: tuple[Tensor, ...] = head(
             states, inputs.targets, inputs.temperature, owners(inputs, self.sequence), inputs.supports
         )
         return scores

@@ -34,6 +34,7 @@ from learner.models.token_scores import (
     grad_of_logits,
     grads_inside,
     largest_of,
+    least_of,
     scaled_logits,
     split_rows,
     sum_of,
@@ -113,8 +114,9 @@ def _split_embeddings(module: Any, ranks: DeviceMesh, tokens: Tensor) -> Tensor:
 def _split_scores(
     module: Any, ranks: DeviceMesh, states: Tensor, targets: Tensor, temperature: Tensor, owners: Tensor,
     supports: TokenSupports | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return on every rank what `score_tokens` returns for all N tokens.
+) -> tuple[Tensor, ...]:
+    """Return on every rank what `score_tokens` returns for all N tokens; with `supports` also the `masses` of
+    `score_supports`.
 
     Args:
         states: [m, hidden] of the m tokens that `owners` [N] gives to this rank.
@@ -124,7 +126,7 @@ def _split_scores(
     weight = module.weight
     chunk = max(1, token_scores.LOGITS_BYTES[weight.device.type] // (4 * -(-weight.shape[0] // ranks.size())))
     chunks = list(_chunks(owners, chunk, ranks))
-    scored: tuple[Tensor, Tensor] = _SplitScores.apply(
+    scored: tuple[Tensor, ...] = _SplitScores.apply(
         states, _own_rows(weight), targets - _first_row(weight, ranks), temperature, chunks, ranks,
         None if supports is None else TokenSupports(supports.ids - _first_row(weight, ranks), supports.offsets),
     )
@@ -188,11 +190,12 @@ class _SplitScores(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, head: Tensor, rows: Tensor, temperature: Tensor,
         chunks: list[tuple[int, Tensor, slice]], ranks: DeviceMesh, supports: TokenSupports | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """`rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]; so are the ids of
         the supports."""
         logprobs, entropies, total = (torch.zeros_like(temperature, dtype=torch.float32) for _ in range(3))
         inside = None if supports is None else torch.zeros_like(total)
+        masses = total.new_zeros(2, len(total))
         for owner, indices, part in chunks:
             logits = scaled_logits(_sent(states, owner, indices, part, ranks), head, temperature[indices])
             own = None if supports is None else _own_supports(supports.take(indices), head)
@@ -212,6 +215,8 @@ class _SplitScores(torch.autograd.Function):
             if own is not None:
                 shifted = logits.view(-1).index_select(0, places).sub_(top_inside.index_select(0, owners))
                 weights = shifted.exp()
+                least = least_of(weights, own)
+                dist.all_reduce(least, dist.ReduceOp.MIN, ranks.get_group())
                 parts += [sum_of(weights, own), sum_of(weights.mul_(shifted), own)]
             sums = torch.stack(parts)
             del logits  # before the next chunk is made
@@ -224,12 +229,17 @@ class _SplitScores(torch.autograd.Function):
                 is_any = sums[3] > 0  # a token without ids has a sum of 0
                 log_inside = sums[3].log() + top_inside
                 inside[indices] = log_inside + top
+                shares = torch.stack([sums[3], sums[3] - least]) * (top_inside - log_sum).exp()
+                masses[:, indices] = shares.where(is_any, 0.0)
                 logprobs[indices] = (sums[2] - log_inside).where(is_any, logprobs[indices])
                 entropies[indices] = (sums[3].log() - sums[4] / sums[3]).where(is_any, entropies[indices])
         ctx.chunks, ctx.ranks, ctx.supports, ctx.inside = chunks, ranks, supports, inside
         ctx.save_for_backward(states, head, rows, temperature, entropies, total)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        if supports is None:
+            return logprobs, entropies
+        ctx.mark_non_differentiable(masses)
+        return logprobs, entropies, masses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
@@ -240,7 +250,7 @@ class _SplitScores(torch.autograd.Function):
             sent = _sent(states, owner, indices, part, ctx.ranks)
             logits = scaled_logits(sent, head, temperature[indices])
             of_logprobs, of_entropies = (
-                None if grad is None else grad[indices] / temperature[indices] for grad in grads
+                None if grad is None else grad[indices] / temperature[indices] for grad in grads[:2]
             )
             inside, of_whole = None, (of_logprobs, of_entropies)
             if ctx.supports is not None:

@@ -105,6 +105,11 @@ def largest_of(values: Tensor, supports: TokenSupports) -> Tensor:
     return torch.segment_reduce(values, "max", lengths=supports.sizes, unsafe=True)
 
 
+def least_of(values: Tensor, supports: TokenSupports) -> Tensor:
+    """Return the least of each token's values, one of each of its ids; inf without ids. [N]"""
+    return torch.segment_reduce(values, "min", lengths=supports.sizes, unsafe=True)
+
+
 def sum_of(values: Tensor, supports: TokenSupports) -> Tensor:
     """Return the sum of each token's values, one of each of its ids; 0 without ids. [N]"""
     return torch.segment_reduce(values, "sum", lengths=supports.sizes, unsafe=True)
@@ -120,7 +125,7 @@ def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor, Tens
     inside.sub_(top.index_select(0, owners))
     weights = inside.exp()
     total = sum_of(weights, supports)
-    least = torch.segment_reduce(weights, "min", lengths=supports.sizes, unsafe=True)
+    least = least_of(weights, supports)
     entropies = total.log() - sum_of(weights.mul_(inside), supports) / total
     is_any = supports.sizes > 0
     without_least = (top.exp() * (total - least)).where(is_any, 0.0)

@@ -310,9 +310,9 @@ def _certify(args: argparse.Namespace) -> int:
     from async_rl.run.processes.signals import StopSignals
 
     with StopSignals() as signals, signals.deferred():
-        from async_rl.api import config_to_start
         from async_rl.base.telemetry.certificate import CERTIFYING, ParityAxis, format_certificate, is_broken
         from async_rl.pipeline import run
+        from async_rl.run.before_start.chosen_run import config_to_start
 
         signals.check()
         config, _ = config_to_start(args.config, [*CERTIFYING, *args.overrides])

@@ -166,13 +166,18 @@ def step_seconds(config: Config, answered: Answered, rounds: int, most_tokens: i
         kind: Batch(version=0, groups=tuple(each), finished_versions=(0,) * len(each))
         for kind, each in (("with", groups), ("without", without))
     }
+    return time_steps(dict.fromkeys(batches, config), batches, rounds)
+
+
+def time_steps(configs: dict[str, Config], batches: dict[str, Batch], rounds: int) -> dict[str, list[float]]:
+    """Return the processor seconds of a learner's steps on the batch of each kind, with its config, in turns."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    updater = Updater(config, torch.device("cpu"))
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    updaters = {kind: Updater(config, torch.device("cpu")) for kind, config in configs.items()}
+    seconds: dict[str, list[float]] = {kind: [] for kind in batches}
     for number in range(rounds + 1):
-        for kind in ("with", "without")[:: 1 - 2 * (number % 2)]:
+        for kind in [*batches][:: 1 - 2 * (number % 2)]:
             start_s = time.process_time()
-            updater.update(batches[kind])
+            updaters[kind].update(batches[kind])
             if number:  # the first warms up
                 seconds[kind].append(time.process_time() - start_s)
     dist.destroy_process_group()

@@ -8,8 +8,8 @@ replay), the other does not (ignore). Then
 proof      the model's own routers in transformers, from scratch in float32. Wrong tokens have another expert in some
            layer, or a logprob that is off by more than 2e-5
 bytes      what the experts take in a message, and so in the journal, for each sampled token
-cost       tokens/s of the engine, and seconds of a learner's step on the same tokens, with and without.
-           Seconds of a step are processor seconds of one thread
+cost       tokens the engine and its client generate in a processor second, and processor seconds of a learner's step
+           on the same tokens, with and without
 
 Random routers choose more evenly than trained ones, so bytes are an upper bound. Cells are added to those in OUT.json.
 """
@@ -25,14 +25,12 @@ import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
@@ -41,9 +39,8 @@ from async_rl.base.models_and_data.model_folder import load_tokenizer
 from async_rl.base.types import Batch, Group, Row
 from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
-from benchmarks.exact_policy import GROUP_SIZE, MAX_TOKENS, Answered, generate
+from benchmarks.exact_policy import GROUP_SIZE, MAX_TOKENS, Answered, generate, time_steps
 from benchmarks.page import machine_text, write_page
-from learner.loop.updater import Updater
 from rollout_server.engines.base import Engine, GenerationRequest, SampledReply, open_engine
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.engines.replies import recomputed_logprobs
@@ -147,19 +144,11 @@ def step_seconds(configs: dict[str, Config], groups: Sequence[Group], rounds: in
         dataclasses.replace(group, rows=tuple(dataclasses.replace(row, routing=None) for row in group.rows))
         for group in chosen
     ]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    updaters = {kind: Updater(config, torch.device("cpu")) for kind, config in configs.items()}
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for number in range(rounds + 1):
-        for kind in KINDS[:: 1 - 2 * (number % 2)]:
-            of_kind = tuple(chosen if kind == "replay" else without)
-            batch = Batch(version=0, groups=of_kind, finished_versions=(0,) * len(of_kind))
-            start_s = time.process_time()
-            updaters[kind].update(batch)
-            if number:  # the first warms up
-                seconds[kind].append(time.process_time() - start_s)
-    dist.destroy_process_group()
-    return seconds
+    batches = {
+        kind: Batch(version=0, groups=tuple(of_kind), finished_versions=(0,) * len(of_kind))
+        for kind, of_kind in zip(KINDS, (chosen, without), strict=True)
+    }
+    return time_steps(configs, batches, rounds)
 
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:

@@ -153,7 +153,6 @@ RoutingArray = npt.NDArray[Any]
 """[tokens, layers, k] the experts of tokens in those layers that have a router; uint8, or uint16 above 256 experts."""
 
 
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
     """For each of T tokens the ids that it was drawn from, the sampled one among them; none where it wasn't sampled."""
@@ -354,8 +353,8 @@ class Group(GroupFacts):
         The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
         of the start version are sure to have KV of their own version.
 
-        It is True, too, where KV was computed again, but a row with `routing` keeps the experts of older weights for
-        tokens before.
+        Where KV is computed again by newer weights, tokens of those weights have KV of their own version. But in a row
+        with `routing` the tokens before them keep the experts of the older weights, so there they count as well.
         """
         if self.keeps_kv:
             return row.versions > self.start_version

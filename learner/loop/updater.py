@@ -309,7 +309,7 @@ class Updater:
                 values = values.detach()
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy, *inside = self.policy(micro.inputs)
-            masses, of_ids, *_ = [*inside, None, None]
+            masses, of_ids = (*inside, None, None)[:2]
             losses = self.objective.losses(minibatch, micro, logprobs, entropy, values, of_ids)
             self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch, masses)
             if losses.critic is not None:

@@ -225,6 +225,7 @@ _HERE = {
     "it is timeouts.batch_s": "work_s",
     "it is timeouts.buffer_s": "wire_s",
     "it is weight_sync.double_buffer": "staging",
+    "it is weight_sync.verify_every: 0 for false, 50 by default": "weight_sync.verify",
     "there is none: logprobs would not be those of the sampled distribution": "repetition_penalty",
 }  # fmt: skip
 OTHER_NAMES = {name: said for said, names in _HERE.items() for name in names.split()}

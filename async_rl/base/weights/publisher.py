@@ -19,9 +19,8 @@ States on rank 0 (`PushState`):
                 resume.
     serving     Every member serves the version.
     lost        An attempt failed. Either an error is raised, or members that died, hang or hold other weights are
-                removed, the others have
-                ended an update that had begun, and the report asks for another push. Servers that were paused stay
-                paused: no server ever samples from half-loaded weights.
+                removed, the others have ended an update that had begun, and the report asks for another push. Servers
+                that were paused stay paused: no server ever samples from half-loaded weights.
 """
 
 from __future__ import annotations

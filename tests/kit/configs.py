@@ -56,10 +56,7 @@ def learner_config(model: Path | str = "none", /, **sections: Any) -> Config:
     small = {
         "task": {"max_prompt_tokens": 12}, "rollout": {"group_size": 4, "max_response_tokens": 9},
         "buffer": {"journal": False}, "staleness": {"max": 2}, "run": {"steps": 2, "dir": Path(model).parent / "runs"},
-        "learner": {
-            "prompts_per_step": 3, "lr": 1e-3, "max_tokens_per_microbatch": 4096,
-            "gradient_checkpointing": False,  # auto plans the memory first, which takes as long as a step
-        },
+        "learner": {"prompts_per_step": 3, "lr": 1e-3, "max_tokens_per_microbatch": 4096},
     }  # fmt: skip
     return make_config(model, **_over(small, sections))
 

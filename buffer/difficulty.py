@@ -1,9 +1,8 @@
-"""Skips prompts by difficulty (task.difficulty). Without that setting a run does not load this module.
+"""Skips prompts that are always or never solved (task.difficulty). Runs without that setting don't load this module.
 
-Prompts that are always or never solved are skipped, by a record of each prompt. The record is a
-streak: how many of the prompt's last groups in a row had the same reward for all answers. It is positive if that reward
-counts as right (eval.correct_threshold), negative if not, and 0 after a group with different rewards. When the prompt's
-turn in an epoch comes, it is taken with
+Each prompt has a streak: how many of its last groups in a row had one reward for all answers. The streak is positive if
+that reward counts as right (eval.correct_threshold), negative if not, and 0 after a group with different rewards. When
+the prompt's turn in an epoch comes, it is taken with
 
     chance = max(least, 2^-|streak|),    least = task.difficulty.solved or .unsolved, by the sign of the streak,
 
@@ -24,13 +23,14 @@ from buffer.prompt_order import PromptOrder, PromptRecords
 from buffer.stored_group import Arrival
 
 _LARGEST_STREAK = 60
-"""Longer streaks count as this one: 2^-60 is below any chance that the configuration allows."""
+"""The longest streak. Longer ones count as this: 2^-60 is below any chance that the configuration allows."""
 
 
 def next_streak(streak: int, *, is_flat: bool, is_right: bool) -> int:
     """Return a prompt's streak after one more group.
 
     Args:
+        streak: the streak before that group.
         is_flat: whether all answers of the group had one reward.
         is_right: whether that reward counts as right.
     """
@@ -41,15 +41,15 @@ def next_streak(streak: int, *, is_flat: bool, is_right: bool) -> int:
 
 
 def chance(streak: int, solved: float, unsolved: float) -> float:
-    """Return the chance with which a prompt is taken, given the lowest chances of solved and unsolved ones."""
+    """Return the probability that a prompt is taken and not skipped, at least `solved` or `unsolved`."""
     return max(solved if streak > 0 else unsolved, 0.5 ** abs(streak))
 
 
 class PromptDraw:
-    """Takes or skips prompts when their turn comes. Which ones follows from run.seed and the records alone.
+    """Takes or skips each prompt when its turn comes, as run.seed and the prompts' streaks determine.
 
-    Only the workers read the task, so they send the sources of prompts: `learn` comes before `take`, or `restore` in a
-    buffer that was started again.
+    Only workers read the task. So a worker sends the sources of the prompts, and `learn` comes before the first `take`.
+    A restarted buffer calls `restore` instead.
     """
 
     def __init__(self, config: Config) -> None:
@@ -63,10 +63,12 @@ class PromptDraw:
         return self._order is not None
 
     def learn(self, sources: Sequence[tuple[int, int]], records: PromptRecords) -> None:
-        """Set the sources of prompts, (size, per epoch) of each, as a worker has read them.
+        """Set the sources of the prompts, a pair (size, prompts per epoch) each. Every worker sends them once.
+
+        The first call also stores them in `records`; the later ones only compare.
 
         Raises:
-            WireError: another worker has other sources.
+            WireError: another worker sent different sources.
         """
         sent = [list(source) for source in sources]
         if self._order is None:
@@ -79,12 +81,13 @@ class PromptDraw:
             )
 
     def restore(self, records: PromptRecords) -> None:
-        """Set the sources of prompts that this run's buffer had before it was started again."""
+        """Set the sources that a worker sent before the buffer was restarted, from `records`. Does nothing if none did.
+        """
         if records.sources:
             self.learn([(size, per_epoch) for size, per_epoch in records.sources], records)
 
     def take(self, index: int, records: PromptRecords) -> int:
-        """Return the first prompt index from `index` on that is not skipped; count those that are."""
+        """Return the first prompt index >= `index` that is not skipped. Counts the skipped ones in `records`."""
         assert self._order is not None, "learn is called first"
         while True:
             streak = records.streaks.get(self._order.position(index), 0)
@@ -95,7 +98,7 @@ class PromptDraw:
             index += 1
 
     def arrived(self, prompt_index: int, arrival: Arrival, records: PromptRecords) -> None:
-        """Record a group that has arrived."""
+        """Update the streak of a prompt in `records` after a group of it has arrived."""
         assert self._order is not None, "learn is called first"
         position = self._order.position(prompt_index)
         before, is_right = records.streaks.get(position, 0), self._is_right(arrival.reward)

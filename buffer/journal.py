@@ -1,6 +1,6 @@
 """The journal: the buffer's whole state in SQLite, committed before the buffer answers. A restarted buffer reads it.
 
-Tables, whose columns follow from the fields declared in async_rl/base/types.py and stored_group.py:
+The columns of the tables follow from the fields declared in async_rl/base/types.py and stored_group.py:
 
     groups     one line for each group ever admitted, with its state
     rows       one line for each row of a group that arrived
@@ -17,8 +17,8 @@ Tables, whose columns follow from the fields declared in async_rl/base/types.py 
 Users may read the tables while the run continues: see "Trajectories in SQL" in the documentation.
 
 Encoded groups (payloads) are in files next to the database. SQLite would write a payload three times, which takes
-longer than all other work of the buffer. Here it is appended to the newest file. A file is removed once no payload in
-it is kept. If the machine stops, the last payloads may be lost.
+longer than all other work of the buffer. Here a payload is appended to the newest file. A file is deleted once all of
+its payloads may be deleted. If the machine stops, the last payloads may be lost.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, StoredGroup, view
 
 FILE_BYTES = 64 * 2**20
-"""A file of this size is followed by a new one. Pruning frees disk space by whole files."""
+"""A payload file of this size is full, and the next payload starts a new file. Only whole files are deleted."""
 
 
 class Place(NamedTuple):
-    """The place of a payload: the number of its file, its first byte, and its length."""
+    """Where a payload is: the number of its file, the offset of its first byte, and its length in bytes."""
 
     file: int
     start: int
@@ -66,10 +66,13 @@ class Place(NamedTuple):
 
 
 class PayloadFiles:
-    """Appends payloads to numbered files in a folder, and deletes a file, but the newest, once it keeps no payload.
+    """Appends payloads to numbered files in a folder, and deletes each file once none of its payloads is needed.
 
-    `kept` has the places of the payloads that an earlier buffer wrote and that are still kept; files without any are
-    deleted at once. Every method raises OSError if the folder or a file can't be read or written.
+    The newest file is never deleted. Every method raises OSError if the folder or a file can't be read or written.
+
+    Args:
+        kept: the places of payloads that an earlier buffer wrote and that are still needed. Files without any are
+            deleted immediately.
     """
 
     def __init__(self, folder: Path, kept: Iterable[Place]) -> None:
@@ -85,7 +88,7 @@ class PayloadFiles:
         self._file: BinaryIO | None = None
 
     def append(self, payloads: Sequence[memoryview]) -> list[Place]:
-        """Write payloads to the end of the newest file, or of a new one if it is full, and return the place of each."""
+        """Write payloads to the end of the newest file, or to a new one if it is full, and return the place of each."""
         places = []
         for payload in payloads:
             if self._end >= FILE_BYTES:
@@ -100,7 +103,7 @@ class PayloadFiles:
         return places
 
     def remove(self, places: Iterable[Place]) -> None:
-        """Stop keeping the payloads at `places`. A file that then has none is deleted, unless it is the newest."""
+        """Mark the payloads at `places` as no longer needed, and delete the files that only have such payloads."""
         for place in places:
             self._kept[place.file] -= 1
             if not self._kept[place.file]:
@@ -122,12 +125,12 @@ class PayloadFiles:
 
 
 def file_numbers(folder: Path) -> list[int]:
-    """Return the numbers of the payload files in a folder. Others, such as NFS's .nfs0000a1, are left alone."""
+    """Return the numbers of the payload files in a folder. Other files, such as NFS's .nfs0000a1, are ignored."""
     return [int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdecimal()]
 
 
 def read_payload(folder: Path, place: Place) -> bytes:
-    """Return the payload at a place. Raises OSError if it is missing or incomplete."""
+    """Return the payload at a place. Raises OSError if the file is missing or too short."""
     with (folder / str(place.file)).open("rb") as file:
         file.seek(place.start)
         data = file.read(place.bytes)
@@ -139,11 +142,11 @@ def read_payload(folder: Path, place: Place) -> bytes:
 _SQL_TYPES: dict[type, str] = {
     **dict.fromkeys((int, bool, Whole, Flag), "INTEGER"), **dict.fromkeys((float, Number), "REAL"),
 }
-"""The SQL type of a Python type or of a kind of field; of all others it is TEXT."""
+"""The SQL type of each Python type or kind of field. All others have TEXT."""
 
 
 def _columns(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SQL types of fields, whose values here are kinds or Python types."""
+    """Return {field name: SQL type}. The values of `fields` are Python types, or kinds of async_rl/base/types.py."""
     return {
         name: _SQL_TYPES.get(of if isinstance(of, type) else type(of), "TEXT") for name, of in fields.items()
     }
@@ -153,7 +156,7 @@ ROW_COLUMNS = tuple(name for name in StoredGroup._fields if name not in ("arriva
 _OF_STORE = {name: get_type_hints(StoredGroup)[name] for name in ROW_COLUMNS} | get_type_hints(Arrival)
 _OF_GROUP = kinds_of(GroupFacts, Scalar)
 ARRIVED_COLUMNS = tuple(name for name in _OF_GROUP if name not in _OF_STORE)
-"""The columns of `groups` that are written when a group arrives; the store has no use for them."""
+"""The columns of `groups` that are written when a group arrives. The store does not use them."""
 TEXT_LISTS = kinds_of(GroupFacts, Texts)
 """The fields of a group that are lists of texts. Each has a table of its own."""
 TURN_ARRAYS = kinds_of(Row, PerTurn)
@@ -178,7 +181,7 @@ _MORE = {
 TABLES = {table: {**dict.fromkeys(keys, "INTEGER"), **_MORE[table]} for table, keys in _KEYS.items()}
 """[table][column] its SQL type."""
 ARRIVED_TABLES = tuple(table for table in TABLES if table != "groups")
-"""The tables whose rows are written once, when a group arrives."""
+"""The tables to which rows are added only when a group arrives."""
 
 
 def _create(table: str) -> str:
@@ -212,7 +215,7 @@ FILE_NAME = "trajectories.sqlite"
 PAYLOADS_NAME = "{file_name}-payloads"
 """The folder of payload files, next to the journal."""
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
-"""The name that a resume gives to the journal of the run before it."""
+"""The name that a resume gives to the journal of the earlier run."""
 FINAL = ("trained", "dropped")
 _STORE_COLUMNS = (*ROW_COLUMNS, *Arrival._fields, "final_version")
 _of_row, _of_arrived = attrgetter(*ROW_COLUMNS), attrgetter(*ARRIVED_COLUMNS)
@@ -220,7 +223,8 @@ _NO_ARRIVAL = (None,) * len(Arrival._fields)
 
 
 def _write_groups(columns: Sequence[str]) -> str:
-    """Return the statement that writes some columns of a row of `groups`, and leaves its others as they are."""
+    """Return the SQL statement that writes these columns of one row of `groups`. Its other columns keep their values.
+    """
     changes = ", ".join(f"{name} = excluded.{name}" for name in columns if name != "group_id")
     return (
         f"INSERT INTO groups ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
@@ -231,10 +235,13 @@ _WRITE_ROW, _WRITE_ARRIVED_ROW = _write_groups(_STORE_COLUMNS), _write_groups((*
 
 
 class Journal:
-    """Collects what is given to the `record` methods. `commit` writes all of it to the file.
+    """Writes the buffer's state to SQLite. The `record` methods collect changes, and `commit` writes them to disk.
 
-    The payload of a trained or dropped group is kept for `keep_steps` versions; -1: for ever. Every method raises
-    AsyncRLError if the file can't be read or written, the constructor also if it has another schema version.
+    Every method raises AsyncRLError if the file can't be read or written. The constructor also does if another version
+    of async-rl wrote the file.
+
+    Args:
+        keep_steps: after how many versions the payload of a trained or dropped group is deleted; -1: never.
     """
 
     def __init__(self, file: Path, keep_steps: int) -> None:
@@ -258,7 +265,8 @@ class Journal:
     def load(self) -> tuple[list[StoredGroup], dict[str, Any], list[tuple[int, int]]] | None:
         """Return (rows of the live groups, the store's scalars, streaks of prompts), or None if nothing was committed.
 
-        Live groups are those that were neither dropped nor trained on for the last time.
+        A live group was neither dropped nor trained on for the last time. A streak is (position of the question,
+        streak).
         """
         with self._reporting_errors():
             found = self._db.execute("SELECT scalars FROM state").fetchone()
@@ -279,7 +287,11 @@ class Journal:
         return rows, self._scalars, streaks
 
     def copy_from(self, past: Path, statements: Iterable[str], numbers: Mapping[str, Any]) -> None:
-        """Execute SQL statements that copy rows from the journal at `past`, which they call `past`.
+        """Execute SQL statements that copy rows from the journal file `past` into this one.
+
+        Args:
+            statements: they refer to the tables of the other journal as `past.groups` and so on.
+            numbers: the values of the named parameters of the statements.
 
         Raises:
             sqlite3.Error, OSError: one of the files can't be read or written.
@@ -296,16 +308,17 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add the rows, the episodes of several turns and the turns of an arrived group, which is recorded too."""
+        """Collect the rows, turns and multi-turn episodes of an arrived group. `record` is called for the group too."""
         self._arrived.add(group)
         self._facts[group.facts.group_id] = group.facts
 
     def record_streak(self, position: int, streak: int | None) -> None:
-        """Add that the question at this position has this streak now (task.difficulty); None: it is forgotten."""
+        """Collect the new streak of the question at this position (task.difficulty); None: the streak was deleted."""
         self._streaks[position] = streak
 
     def commit(self, scalars: dict[str, Any]) -> None:
-        """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
+        """Write everything recorded since the last commit and the store's `scalars`; delete payloads past `keep_steps`.
+        """
         if not self._rows and scalars == self._scalars:
             return
         version = scalars["version"]
@@ -346,7 +359,7 @@ class Journal:
         self._scalars = scalars
 
     def close(self) -> None:
-        """Merge the write-ahead log into the file and close it. What was not committed is lost."""
+        """Merge the write-ahead log into the file and close it. Records that were not committed are lost."""
         with self._reporting_errors():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._db.close()
@@ -380,7 +393,7 @@ class Journal:
 
 
 def check_schema(database: sqlite3.Connection, file: Path) -> None:
-    """Raise AsyncRLError if another version of this program wrote the journal."""
+    """Raise AsyncRLError if another version of this program wrote the journal `file`."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise AsyncRLError(
@@ -394,14 +407,14 @@ def payload_folder(file: Path) -> Path:
 
 
 def by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
-    """Return a cursor whose rows are read by the names of their columns."""
+    """Return a cursor whose rows are indexed by column name."""
     cursor = database.cursor()
     cursor.row_factory = sqlite3.Row
     return cursor
 
 
 def _row_values(row: StoredGroup, version: int) -> tuple[Any, ...]:
-    """Return the values of a row for _STORE_COLUMNS; if its state is final, `version` is its final_version."""
+    """Return the values of a group for _STORE_COLUMNS. If its state is final, `version` becomes its final_version."""
     return (*_of_row(row), *(row.arrival or _NO_ARRIVAL), version if row.state in FINAL else None)
 
 
@@ -421,13 +434,14 @@ _ORDER = {table: [name for name in columns if name != "group_id"] for table, col
 
 
 class ArrivedRows:
-    """Collects the journal's rows of arrived groups, for ARRIVED_TABLES, until `insert` writes them."""
+    """Collects the rows of arrived groups for ARRIVED_TABLES, until `insert` writes them to the database."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in ARRIVED_TABLES}
 
     def add(self, group: GroupColumns) -> None:
-        """Add the rows of a group. If its rows are answers to a question, it has none of episodes and turns."""
+        """Collect the rows of a group. `episodes` and `turns` get rows only if the group has episodes of several turns.
+        """
         self._add("rows", group, _rows(group))
         for name, kind in TEXT_LISTS.items():
             if texts := getattr(group.facts, name):
@@ -438,7 +452,7 @@ class ArrivedRows:
             self._add("turns", group, _turns(group))
 
     def insert(self, database: sqlite3.Connection) -> None:
-        """Insert all rows, without the rows of groups that the tables have already."""
+        """Write all collected rows to the database. Rows that its tables already have are skipped."""
         for table, rows in self._rows.items():
             if rows:
                 database.executemany(_INSERT[table], rows)
@@ -448,7 +462,11 @@ class ArrivedRows:
             rows.clear()
 
     def _add(self, table: str, group: GroupColumns, columns: dict[str, Iterable[Any]]) -> None:
-        """Add rows of a group to a table, given its columns by name, but for the group's id."""
+        """Collect rows of a group for one table.
+
+        Args:
+            columns: [column name] its values, one for each row; the column group_id is filled in here.
+        """
         for name in _METRICS & columns.keys():
             columns[name] = map(json.dumps, columns[name])
         ordered = [columns[name] for name in _ORDER[table]]

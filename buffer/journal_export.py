@@ -1,4 +1,4 @@
-"""`async-rl export-trajectories`: writes a run's journal to one Parquet file with a line for each row."""
+"""`async-rl export-trajectories`: writes a run's journal to a Parquet file with a line for each row."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _TABLE_OF = {
     **dict.fromkeys(TABLES["episodes"], "episodes"),
     **dict.fromkeys(TABLES["rows"], "rows"),
 }
-"""The table that each column comes from. If several tables have a column, the row's counts first, then the
-episode's."""
+"""The table that each column comes from. If several tables have the column, `rows` is chosen first, then `episodes`."""
 _TOKEN_ARRAYS = kinds_of(Row, PerToken)
 _PROMPT_ARRAYS = kinds_of(GroupFacts, PerPromptToken)
 _ARROW_TYPES = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string()}
@@ -47,8 +46,8 @@ SCHEMA = pa.schema(
     }
 )
 """The columns of the file. `staleness` is the staleness at the last use. `left_out` has the errors of the episodes
-that have no row. Columns of an episode and of turns are null for an answer to a question. Columns of tokens are null if
-the journal has removed the group's payload, or if it is damaged."""
+without a row. Columns of episodes and turns are null for an answer to a question. Columns of tokens are null if the
+payload of the group was deleted or is damaged."""
 TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "response_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
@@ -66,20 +65,21 @@ FROM turns WHERE group_id = ? ORDER BY row, turn
 
 
 class Exported(NamedTuple):
-    """The result of an export: how many rows were written, and the groups whose tokens can't be read."""
+    """The result of an export: the number of rows written, and the groups whose tokens could not be read."""
 
     num_rows: int
     damages: list[str]
-    """The id of each group whose payload is damaged, and how."""
+    """Text for each group with a damaged payload: its id and what is wrong."""
 
 
 def export_trajectories(
     run_dir: Path, target: Path, add_texts: Callable[[dict[str, Any]], None] | None = None
 ) -> Exported:
-    """Write every row that arrived, before a resume too, to the Parquet file `target`.
+    """Write every row that arrived, also before a resume, to the Parquet file `target`. The run may still be going on.
 
-    The run may still be going on. `add_texts` is called with each row, to fill in the columns of TEXT_SCHEMA; without
-    it the file does not have them.
+    Args:
+        add_texts: called with each row to fill in the columns of TEXT_SCHEMA; None: the file lacks these columns.
+
     Raises ConfigError if the journal is missing or empty, or if the file can't be written.
     """
     if target.suffix != ".parquet":
@@ -111,9 +111,9 @@ def export_trajectories(
 
 
 def _chunks(database: sqlite3.Connection, folder: Path, damages: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the lines of the Parquet file, one per row, in lists of GROUPS_A_CHUNK whole groups.
+    """Yield the lines of the Parquet file, one per row, in lists with all rows of GROUPS_A_CHUNK groups.
 
-    Groups whose payloads are damaged are added to `damages`.
+    A message for each group with a damaged payload is added to `damages`.
     """
     cursor = database.execute(_ROWS)
     names = [column[0] for column in cursor.description]
@@ -144,14 +144,16 @@ def _texts(database: sqlite3.Connection, table: str, column: str, group_id: int)
 
 
 def _add_turns(rows: list[dict[str, Any]], turns: list[tuple[Any, ...]]) -> None:
-    """Add the arrays of turns to the rows of a group, given (row, a value of each array) of all its turns."""
+    """Add the arrays of turns to the rows of one group. `turns` has (row number, a value for each array) per turn."""
     for row in rows:
         of_row = [values for number, *values in turns if number == row["row"]]
         row |= zip(TURN_ARRAYS, map(list, zip(*of_row, strict=True)), strict=True)
 
 
 def _add_tokens(rows: list[dict[str, Any]], folder: Path, place: Place) -> str:
-    """Add the arrays of tokens to the rows of a group, unless its payload is gone. Returns how this is damaged; or "".
+    """Add the arrays of tokens to the rows of one group. Returns how its payload is damaged, "" if it is not.
+
+    Adds nothing if the journal has deleted the payload.
     """
     try:
         _add_arrays(rows, read_payload(folder, place))
@@ -163,7 +165,8 @@ def _add_tokens(rows: list[dict[str, Any]], folder: Path, place: Place) -> str:
 
 
 def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
-    """Add the token arrays of an encoded group: tokens, logprobs, versions, mask, and the prompt's tokens."""
+    """Add the token arrays of an encoded group to its rows: tokens, logprobs, versions, mask, and the prompt's tokens.
+    """
     group = decode_group(payload, Limits.of_stored(payload, rows[-1]["episode"] + 1))
     of_group = {name: getattr(group, name) for name in _PROMPT_ARRAYS}
     for record, row in zip(rows, group.rows, strict=True):

@@ -1,13 +1,13 @@
-"""Authenticates buffer and clients to each other by ZMQ CURVE keys in a folder.
+"""ZMQ CURVE keys, by which the buffer and its clients authenticate each other, in a folder.
 
-A run makes keys of its own when it starts (`own_keys`), unless network.keys names those that `async-rl keys new` made.
+A run makes its own keys when it starts (`own_keys`), unless network.keys names a folder made by `async-rl keys new`.
 
     server.key   server.key_secret     the buffer's keys: its clients talk to nobody else
     client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
 
 Everything on the wire is encrypted with them. The buffer's host needs server.key_secret and client.key, the other hosts
-client.key_secret and server.key. Of the keys that a run makes, the driver sends these two to all hosts, whose servers
-remove them when they are stopped.
+client.key_secret and server.key. If the run made its keys, the driver sends the latter two files to all hosts, and the
+processes there delete them when they are stopped.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from async_rl.base.config.resolve import Decided
 from async_rl.base.errors import ConfigError
 
 DOMAIN = "buffer"
-"""The ZAP domain of the socket; without one ZMQ does not ask the authenticator."""
+"""The ZAP domain of the socket. Without a domain ZMQ does not ask the authenticator."""
 
 
 class CurveAuthenticator:
-    """Admits to a socket only clients that hold the client key in `folder`; a thread of ZMQ's checks each of them.
+    """Lets a client connect to the socket only if it has the client key in `folder`. ZMQ checks it in a thread.
 
-    Raises ConfigError if `folder` lacks client.key or server.key_secret, or if one of them is not usable.
+    Raises ConfigError if client.key or server.key_secret is missing in `folder` or not usable.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], folder: Path) -> None:
@@ -48,7 +48,7 @@ class CurveAuthenticator:
         socket.curve_server = True
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a client may connect. The authenticator calls this with the client's Z85 key."""
+        """Return whether a client with this Z85 public key may connect. ZMQ's authenticator calls this method."""
         return key == self._client_key
 
     def stop(self) -> None:
@@ -56,9 +56,9 @@ class CurveAuthenticator:
 
 
 def new_keys(folder: Path) -> None:
-    """Make a key pair for each side in a new folder, or in one that is there; only their owner can ever read them.
+    """Write a key pair for the server and one for the clients into `folder`. Only the owner can ever read the files.
 
-    Raises ConfigError if the folder holds keys already or can't be written.
+    A missing folder is made. Raises ConfigError if the folder already has keys or can't be written.
     """
     umask = os.umask(0o077)
     try:
@@ -76,9 +76,9 @@ def new_keys(folder: Path) -> None:
 
 @contextmanager
 def own_keys(config: Config, folder: Path) -> Iterator[Decided]:
-    """Yield network.keys: newly made keys in `folder`, which are removed at the end of the block.
+    """Make keys for one run in `folder`, yield {"network.keys": folder}, and delete them at the end of the block.
 
-    Yields {} if the configuration has network.keys, or wants none (network.insecure).
+    Makes no keys and yields {} if the configuration sets network.keys or network.insecure.
 
     Raises ConfigError if the keys can't be written.
     """
@@ -95,7 +95,7 @@ def own_keys(config: Config, folder: Path) -> Iterator[Decided]:
 
 
 def check_keys(folder: str) -> None:
-    """Check that a folder exists and holds the keys of both sides. Raises ConfigError if not."""
+    """Raise ConfigError unless the folder exists and has usable keys of server and clients."""
     if not Path(folder).is_dir():
         raise ConfigError(
             f"network.keys must be a folder with keys, got {folder}: there is no such folder. "
@@ -106,9 +106,10 @@ def check_keys(folder: str) -> None:
 
 
 def client_keys_to_send(config: Config, made: Decided) -> dict[str, bytes]:
-    """Return {file name: content} of the client's keys that the run has made (`own_keys`), for its other hosts.
+    """Return {file name: content} of the key files that the driver sends to the run's other hosts.
 
-    {} if the run is on one host, or if it has made no keys: keys of network.keys are copied to the hosts by the user.
+    {} if the run is on one host or `own_keys` made no keys: users copy the keys of network.keys to the hosts
+    themselves.
     """
     if config.placement.num_nodes == 1 or not made:
         return {}
@@ -117,9 +118,9 @@ def client_keys_to_send(config: Config, made: Decided) -> dict[str, bytes]:
 
 
 def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
-    """Write `files`, {name: content}, into `folder` unless they are there, as on a disk that the hosts share.
+    """Write key files, {name: content}, into `folder`. Files that are there already, as on a shared disk, are kept.
 
-    Only their owner can read them. Several processes of a host may do this at the same time.
+    Only the owner can read them. Several processes of a host may call this simultaneously.
     """
     for name, content in files.items():
         file = Path(folder) / name
@@ -134,26 +135,26 @@ def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
 
 
 def drop_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
-    """Remove the keys that `take_client_keys` has written, at the end of a run.
+    """Delete the folder of keys that `take_client_keys` wrote, at the end of a run.
 
-    The driver's own folder stays: it also has the buffer's secret key, and `own_keys` removes it.
+    The driver's own folder, which also has the buffer's secret key, is left to `own_keys`.
     """
     if files and not (Path(folder) / "server.key_secret").exists():
         shutil.rmtree(folder, ignore_errors=True)  # another process of this host may do the same
 
 
 def use_client_keys(socket: zmq.Socket[Any], folder: str) -> None:
-    """Let a socket connect as a client with the keys of this folder; an empty name leaves it without keys."""
+    """Make a socket connect with the client keys in `folder`; "" leaves it without keys."""
     if folder:
         socket.curve_serverkey, _ = _load(Path(folder) / "server.key")
         socket.curve_publickey, socket.curve_secretkey = _load(Path(folder) / "client.key_secret")
 
 
 def _load(file: Path) -> tuple[bytes, bytes]:
-    """Return the public and the secret key in a file; the secret key is empty if the file holds only a public one.
+    """Return (public key, secret key) of a key file; the secret key is empty if the file has only a public one.
 
     Raises:
-        ConfigError: there is no such file, it holds no key, or other users can read a secret key.
+        ConfigError: the file is missing or has no key, or other users can read a secret key.
     """
     is_secret = file.suffix == ".key_secret"
     try:

@@ -1,12 +1,13 @@
-"""The policies of the buffer, one class each: those for late groups, and exact mode. The proofs are in staleness.py.
+"""The buffer's policies, one class for each value of staleness.on_late and one for exact mode.
 
     policy   for                       a batch waits for running groups   what happens to a late group
-    Wait     staleness.on_late: wait   that would expire otherwise        there is none
-    Drop     staleness.on_late: drop   never                              dropped, its prompt is granted again
+    Wait     staleness.on_late: wait   that would expire otherwise        can't occur
+    Drop     staleness.on_late: drop   never                              dropped, and its prompt is granted again
     Mask     staleness.on_late: mask   never                              its tokens that are too old are masked
-    Exact    staleness.mode: exact     that have its batch number         there is none
+    Exact    staleness.mode: exact     that have its batch number         can't occur
 
-A policy keeps no state of its own: it reads the StoreState, and the Store does what the policy says.
+buffer/staleness.py proves that they keep the bound. A policy has no state of its own: it reads the StoreState, and the
+Store does what the policy returns.
 """
 
 from __future__ import annotations
@@ -31,42 +32,43 @@ from buffer.stored_group import DropReason, State, StoredGroup
 
 
 class Mode(ABC):
-    """Decides which groups may start, which are in a batch, which are late, and when a push may begin.
+    """Base class of the policies, which decide which groups may start, form a batch or are late, and on pushes.
 
-    The base class has the rules that most modes share.
+    The methods here have the rules that most policies share.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.holds_admission = rules.drain
-        """Whether no group may start while a push waits for those that run."""
+        """Whether no group may start while a push waits for running groups."""
 
     def capacity(self, state: StoreState) -> int:
-        """Return the number of groups that may start now; 0 before the first version is served."""
+        """Return how many groups may start now; 0 before the first version is served."""
         return 0 if state.served_version is None else admission_capacity(state.slots_held, self.rules.slots)
 
     def batches_of_new(self, state: StoreState, number: int) -> list[int]:
-        """Return the batch number of each of the next `number` groups, or -1 where any batch may hold them."""
+        """Return a batch number for each of the next `number` groups; -1 lets the group join any batch."""
         return [-1] * number
 
     def deadline(self, row: StoredGroup) -> int:
-        """Return the number of the last batch that may hold the group: start version + staleness.max."""
+        """Return the number of the last batch that may contain the group: start version + staleness.max."""
         return row.start_version + self.rules.max_staleness
 
     def too_old(self, state: StoreState, version: int) -> list[StoredGroup]:
-        """Return the groups that are dropped as late before batch `version` is chosen."""
+        """Return the finished groups too old for batch `version`. The store drops them before it calls `choose`."""
         return []
 
     @abstractmethod
     def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
-        """Return the groups of batch `version`; None while the learner has to wait."""
+        """Return the groups of batch `version`; None if the learner must wait for more groups."""
 
     def left_late(self, state: StoreState, version: int) -> list[StoredGroup]:
-        """Return the groups that are too late once batch `version` was chosen without them. They are dropped."""
+        """Return the groups that are too old for every batch after `version`. The store drops them after `choose`."""
         return []
 
     def check(self, row: StoredGroup, state: StoreState, version: int) -> None:
-        """Raise StalenessError if a group that was chosen for batch `version` is too old for it."""
+        """Raise StalenessError if `row`, which `choose` returned, is too old for batch `version`. That would be a bug.
+        """
         if self.deadline(row) < version:
             raise StalenessError(
                 f"group {row.group_id}, started at version {row.start_version}, would be trained on at version "
@@ -74,26 +76,31 @@ class Mode(ABC):
             )
 
     def misses_late(self, state: StoreState) -> bool:
-        """Return whether a waiting learner waits only for late groups; False in modes that never wait for them."""
+        """Return whether enough groups have finished for a batch, so the learner waits only for groups about to expire.
+
+        False in policies that never wait for such groups.
+        """
         return False
 
     def describe_finished(self, state: StoreState) -> str:
-        """Return text on how much of the next batch is there."""
+        """Return a text on the state of the next batch, such as "5 of 8 groups finished"."""
         again = f", and {len(state.used)} to use again" if state.used else ""
         return f"{len(state.finished)} of {self.rules.prompts_per_step} groups finished{again}"
 
     def describe_late(self, state: StoreState) -> str:
-        """Return text on the running groups for which a batch waits although enough others are there; "" if none."""
+        """Return a text on running groups that the next batch waits for lest they expire; "" if there are none."""
         return ""
 
     def may_push(self, state: StoreState) -> bool:
-        """Return whether a push may begin now."""
+        """Return whether the learner may push its newest version now."""
         return not (self.rules.drain and state.running)
 
     def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
-        """Return for each finished group why it is dropped by a resume at `version`; None: it continues.
+        """Return for each finished group the reason to drop it when the run resumes at `version`; None keeps the group.
 
-        The rows are sorted by deadline. `state` may be changed so that batches are counted from `version` on.
+        Args:
+            rows: the finished groups, sorted by deadline.
+            state: exact mode sets its `first_version` if all groups are dropped.
         """
         return [None if self.deadline(row) >= version else "late" for row in rows]
 
@@ -102,11 +109,17 @@ _WAITED_FOR: tuple[State, State] = ("finished", "running")
 
 
 class _ByDeadline(Mode):
-    """A policy whose batches hold the fresh groups with the earliest deadlines, and used groups."""
+    """Base class of Wait, Drop and Mask: a batch has the oldest fresh groups, and is filled up with used groups.
+
+    A fresh group was in no batch yet. A used group was in one (buffer.max_uses > 1).
+    """
 
     @abstractmethod
     def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
-        """Return the number of fresh groups in batch `version`; see fresh_to_take for the arguments."""
+        """Return how many groups of batch `version` are fresh; None if the learner must wait for more groups.
+
+        The arguments are those of `fresh_to_take`.
+        """
 
     def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
         size, finished = self.rules.prompts_per_step, state.finished.values()
@@ -121,7 +134,7 @@ class _ByDeadline(Mode):
 
 
     def _by_deadline(self, state: StoreState) -> tuple[Counter[int], Counter[int]]:
-        """Return the numbers of finished and of running groups by start version + staleness.max."""
+        """Return two counters keyed by start version + staleness.max: the numbers of finished and of running groups."""
         bound = self.rules.max_staleness
         finished, running = (
             Counter({start + bound: number for start, number in state.starts[of].items()}) for of in _WAITED_FOR
@@ -130,7 +143,10 @@ class _ByDeadline(Mode):
 
 
 class Wait(_ByDeadline):
-    """The learner waits for a running group if a batch without it would leave later batches too little room."""
+    """Policy of `staleness.on_late: wait`: the learner waits for running groups before they expire, so none does.
+
+    It waits for a group if a batch without it would leave later batches too little room (`fresh_to_take`).
+    """
 
     def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
         return fresh_to_take(finished, running, reusable, version, self.rules)
@@ -150,7 +166,10 @@ class Wait(_ByDeadline):
 
 
 class Drop(_ByDeadline):
-    """The learner does not wait for running groups; those that would miss their deadline are dropped."""
+    """Policy of `staleness.on_late: drop`: the learner waits for no running group, and late groups are dropped.
+
+    A group is late once all batches up to its deadline were chosen without it (`Mode.deadline`).
+    """
 
     def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
         expiring = min(sum(n for d, n in finished.items() if d <= version), self.rules.prompts_per_step)
@@ -162,8 +181,9 @@ class Drop(_ByDeadline):
 
 
 class Mask(_ByDeadline):
-    """The learner does not wait for running groups, and masks tokens that are too old; a group lasts as long as its
-    newest token."""
+    """Policy of `staleness.on_late: mask`: the learner waits for no running group, and masks tokens that are too old.
+
+    So the newest token of a group decides on its deadline."""
 
     def deadline(self, row: StoredGroup) -> int:
         return row.newest_version + self.rules.max_staleness
@@ -178,7 +198,10 @@ class Mask(_ByDeadline):
 
 
 class Exact(Mode):
-    """Each group is admitted for one batch, and every token of that batch is exactly staleness.max versions old."""
+    """Policy of `staleness.mode: exact`: each group is admitted for one batch, whose tokens are all equally old.
+
+    They are exactly staleness.max versions old, and less only in the first batches.
+    """
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
@@ -211,7 +234,8 @@ class Exact(Mode):
         return not (state.running or self.capacity(state))
 
     def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
-        """Drop all groups unless they fill the next staleness.max batches: later versions can't complete these."""
+        """Keep the groups if they fill the next staleness.max batches. Else drop all: no later version can add to them.
+        """
         bound = self.rules.max_staleness
         members = Counter(
             row.exact_batch for row in rows
@@ -229,7 +253,7 @@ _LATE: dict[str, type[Mode]] = {"wait": Wait, "drop": Drop, "mask": Mask}
 
 
 def open_mode(rules: Rules) -> Mode:
-    """Return the policy that the rules name."""
+    """Return the policy of these rules: Exact in exact mode, else the one of staleness.on_late."""
     return Exact(rules) if rules.exact else _LATE[rules.late](rules)
 
 
@@ -238,5 +262,6 @@ def _drops_over_capacity(deadlines: Sequence[int], version: int, rules: Rules) -
 
 
 def _oldest_first(row: StoredGroup) -> tuple[int, int]:
-    """Return the sort key of a group: oldest start version (earliest deadline) first, ties by id."""
+    """Return the sort key that puts the oldest start version, which has the earliest deadline, first; ties by group id.
+    """
     return row.start_version, row.group_id

@@ -42,10 +42,10 @@ _IMPORT = (
 
 
 def import_past(journal: Journal, past: Path, saved: TrainingState) -> None:
-    """Copy into a new journal, from the one at `past`, the groups trained or dropped before the checkpoint `saved`.
+    """Copy groups trained or dropped before the checkpoint `saved` from the journal at `past` into a new one.
 
-    So the tables hold the whole run, also after a resume, without what came after the checkpoint. Without a journal at
-    `past` this does nothing; a second call is harmless.
+    So after a resume the tables describe the whole run, without the groups after the checkpoint. Does nothing if there
+    is no journal at `past`. A second call is harmless.
 
     Raises:
         AsyncRLError: `past` can't be read to its end.
@@ -67,11 +67,10 @@ def import_past(journal: Journal, past: Path, saved: TrainingState) -> None:
 
 
 def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, StoredGroup]:
-    """Return, by id, the rows of those groups of `group_ids` that arrived, have a payload and were not dropped.
+    """Return {group id: stored group} of the groups in `group_ids` that arrived and still have a payload.
 
-    A group that was dropped only because the run was shut down is returned.
-
-    Groups that can't be read, all if there is no journal at `file`, are left out: a resumed run generates them again.
+    Dropped groups are left out, unless the reason was the end of the run (`shutdown`). Groups that can't be read are
+    left out too, and a resumed run generates them again. Without a journal at `file` the result is {}.
     """
     rows = {}
     with contextlib.ExitStack() as stack:
@@ -91,7 +90,7 @@ def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, StoredGroup]
 
 
 def _has_commits(file: Path) -> bool:
-    """Return whether the file is a journal with at least one commit."""
+    """Return whether `file` is a journal with at least one commit."""
     if file.is_file():
         with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
             check_schema(db, file)
@@ -100,9 +99,9 @@ def _has_commits(file: Path) -> bool:
 
 
 def share_files(source: Path, target: Path) -> list[int]:
-    """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
+    """Hard-link every payload file in the folder `source` into the folder `target`, or copy it if the disk can't link.
 
-    Returns the numbers of the files, [] without a folder `source`. A linked file is safe, as none is ever appended to.
+    Returns the numbers of the files; [] if there is no folder `source`. Links are safe because no file is appended to.
     """
     numbers = file_numbers(source) if source.is_dir() else []
     for number in numbers:

@@ -1,9 +1,7 @@
-"""The order of a run's training prompts, a pure function of the seed, and the records of their difficulty.
+"""The order of a run's training prompts, a pure function of the seed, and the streaks of prompts (task.difficulty).
 
-The order says which question each prompt index stands for. Workers make prompts by it, and the buffer knows by it which
-question a group was about.
-
-With task.difficulty the buffer also keeps a record of each prompt, by which difficulty.py skips prompts.
+The order maps each prompt index to a question. Workers make prompts by it, and the buffer finds the question of a group
+by it. buffer/difficulty.py skips prompts by their streaks.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ import numpy.typing as npt
 
 EPOCHS_KEPT = 4
 MAX_PROMPTS = 2**26
-"""The most prompts of an epoch, so that their order has room in memory, 8 bytes a prompt: the EPOCHS_KEPT epochs that a
-process keeps take 2 GiB then, and 4 GiB while another one is shuffled."""
+"""The most prompts of an epoch. Their order takes 8 bytes of memory a prompt: 2 GiB for the EPOCHS_KEPT epochs that a
+process keeps, and 4 GiB while it shuffles another one."""
 
 
 class PromptOrder:
-    """Maps prompt indices 0, 1, 2, ... without end to positions of questions.
+    """Maps the prompt indices 0, 1, 2, ... to the positions of questions. The indices have no end.
 
     Positions number the questions of all sources, one source after the other. An epoch takes the next `per_epoch`
-    questions of each source. It is shuffled anew each time, unless `shuffles` is false.
+    questions of each source, in a newly shuffled order unless `shuffles` is false.
 
     Args:
         sources: (size, per_epoch) of each source.
@@ -35,7 +33,7 @@ class PromptOrder:
     def __init__(self, sources: Sequence[tuple[int, int]], seed: int, *, shuffles: bool) -> None:
         self.sources = tuple(sources)
         self.num_prompts = sum(per_epoch for _, per_epoch in self.sources)
-        """The number of prompts in an epoch."""
+        """Number of prompts in an epoch."""
         self._seed = seed
         self._shuffles = shuffles
         self._of_epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._positions)
@@ -46,7 +44,7 @@ class PromptOrder:
         return int(self._of_epoch(epoch)[place])
 
     def _positions(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the positions of an epoch in its order."""
+        """Return the positions of the questions of one epoch, in the epoch's order."""
         parts = []
         start = 0
         for number, (size, count) in enumerate(self.sources):
@@ -70,13 +68,13 @@ class PromptOrder:
 
 
 class PromptRecords:
-    """The streak of each prompt that has had a group, and the numbers of skipped prompts.
+    """The streak of each prompt that has had a group (buffer/difficulty.py), and the numbers of skipped prompts.
 
-    It is part of the buffer's state: `restore` makes it again from the results of `scalars` and `streaks`.
+    `restore` fills empty records from the results of `scalars` and `streaks`.
 
     Args:
-        record: is called with (position, streak) of each group that arrives, and with (position, None) of a prompt
-            that is forgotten.
+        record: called with (position, streak) for each group that arrives, and with (position, None) when a prompt's
+            streak is deleted.
     """
 
     def __init__(self, record: Callable[[int, int | None], None] | None = None) -> None:
@@ -84,16 +82,18 @@ class PromptRecords:
         self.streaks: dict[int, int] = {}
         """[position of the question] its streak."""
         self.sources: list[list[int]] = []
-        """[size, per epoch] of each source of prompts, which number the positions; [] until a worker sends it."""
+        """[size, prompts per epoch] of each source of prompts; [] until a worker sends them. Positions count through
+        the sources.
+        """
         self.skipped: Counter[str] = Counter()
 
     @property
     def num_per_epoch(self) -> int:
-        """The number of prompts in an epoch; 0 until a worker sends the sources."""
+        """Number of prompts in an epoch; 0 until a worker sends the sources."""
         return sum(per_epoch for _, per_epoch in self.sources)
 
     def add(self, position: int, streak: int | None) -> None:
-        """Set the streak of a prompt; None forgets it."""
+        """Set the streak of the prompt at this position; None deletes it."""
         if streak is None:
             del self.streaks[position]
         else:
@@ -102,14 +102,14 @@ class PromptRecords:
             self._record(position, streak)
 
     def learn(self, sources: list[list[int]]) -> None:
-        """Set the sources of prompts. If they have changed, the streaks are forgotten: they are of other questions."""
+        """Set the sources of prompts. If they have changed, delete all streaks: they are of other questions."""
         if self.sources != sources:
             self.sources = sources
             for position in [*self.streaks]:
                 self.add(position, None)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of prompts skipped and seen since the start; {} before the first group."""
+        """Return the numbers of skipped prompts and of prompts with a streak; {} before the first group arrives."""
         if not self.streaks:
             return {}
         return {
@@ -119,11 +119,11 @@ class PromptRecords:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Return all but the streaks as plain values that JSON can hold."""
+        """Return the sources and the numbers of skipped prompts as plain values for JSON."""
         return {"sources": self.sources, "skipped": dict(self.skipped)}
 
     def restore(self, scalars: Mapping[str, Any], streaks: Iterable[tuple[int, int]]) -> None:
-        """Fill empty records with the `scalars` and `streaks` of others."""
+        """Fill these empty records from the `scalars` and the (position, streak) pairs of other records."""
         self.sources = [list(source) for source in scalars["sources"]]
         self.skipped = Counter(scalars["skipped"])
         self.streaks.update(streaks)

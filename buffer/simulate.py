@@ -1,9 +1,9 @@
 """Simulates the utilisation of learner and rollout pool for values of `staleness.max`, event by event.
 
 Groups take lognormal times, which are longer the more groups are in flight. The learner takes `train_s` for a batch,
-then `sync_s` for a push. During the push sampling pauses for `pause_s`. Only durations are simulated: buffer.store does
-admission, hand-out, release, late groups and, with `drain`, the wait before a push. With `late: drop` a group is
-therefore aborted at the hand-out after which it can only miss its deadline.
+then `sync_s` for a push. During the push sampling pauses for `pause_s`. Only durations are simulated: the real Store
+decides on admission, hand-out, release, late groups and, with `drain`, the wait before a push. With `late: drop` a
+group is aborted at the hand-out after which it can only miss its deadline.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Workload:
     train_cv: float = 0.0
     sync_s: float = 0.5
     pause_s: float | None = None
-    """How long generation pauses in a push, at most sync_s; None: all of sync_s."""
+    """How long generation pauses during a push, at most sync_s; None: all of sync_s."""
     receive_s: float = 0.0
-    """How long the learner takes to receive a batch that is ready."""
+    """How long the learner takes to receive a complete batch."""
     group_mean_s: float = 8.0
     """The mean duration of a group that runs alone."""
     group_cv: float = 1.0
     """The standard deviation of a group's duration over its mean."""
     load_s: float = 0.0
-    """The time that each further group in flight adds to a group's duration. 0: the engine has room. group_mean_s: the
-    engine is full, and its throughput no longer grows."""
+    """How much longer a group takes for each other group in flight. 0: the engine has room. group_mean_s: the engine is
+    full, and its throughput no longer grows."""
     failed: float = 0.0
-    """The share of groups that are dropped when they finish, for a failed reward or zero variance."""
+    """The share of groups that are dropped when they finish, because their reward failed or they have zero variance."""
     every_steps: int = 1
     late: Literal["wait", "drop", "mask"] = "wait"
     max_uses: int = 1
     fresh_fraction: float = 1.0
     drain: bool = False
-    """As weight_sync.on_update=drain: a push waits for the groups in flight, and no group starts meanwhile."""
+    """Like weight_sync.on_update=drain: a push waits for the groups in flight, and no group starts meanwhile."""
 
     @property
     def standstill_s(self) -> float:
@@ -64,14 +64,14 @@ class Workload:
 
     @property
     def slot_limits(self) -> SlotLimits:
-        """How many slots a depth has, and how few the run may have."""
+        """The rule that maps a depth to slots, with the fewest slots that the run needs."""
         return SlotLimits(
             prompts_per_step=self.prompts_per_step, fresh_per_step=self.fresh_per_step, every_steps=self.every_steps,
             max_uses=self.max_uses,
         )
 
     def group_s(self, in_flight: float) -> float:
-        """Return the mean duration of a group while `in_flight` groups run, that group included."""
+        """Return the mean duration of a group while `in_flight` groups run, including that group."""
         return self.group_mean_s + self.load_s * max(0.0, in_flight - 1)
 
 
@@ -80,13 +80,15 @@ class Result:
     utilisation: float
     """The learner's training time as a share of the whole time."""
     mean_staleness: float
-    """The mean over trained groups of the batch's version minus the version of the oldest trained token. The oldest
-    token has the group's start version, or with staleness.on_late=mask the oldest version that is not masked."""
+    """Mean over the trained groups of the batch's version minus the version of the oldest trained token. That token has
+    the group's start version; with staleness.on_late=mask, the oldest version that is not masked."""
     max_staleness: int
     rollout: float
-    """The share of time with at least one group in flight and no push that pauses it."""
+    """The share of time with at least one group in flight and no pause for a push."""
     in_flight: float
-    """The mean over time of groups in flight over `concurrency`; the metric occupancy/rollout counts requests."""
+    """Mean number of groups in flight over time, divided by `concurrency`. (The metric occupancy/rollout counts
+    requests.)
+    """
     step_s: float
     dropped: float
     """Late groups as a share of late and trained groups."""
@@ -97,8 +99,8 @@ def simulate(
 ) -> Result:
     """Simulate `steps` > 1 learner steps from an empty buffer, and return the utilisation, staleness and times.
 
-    As in measured runs, all of them count from the end of the first step. With one seed and one workload the n-th group
-    takes the same time at each depth and bound, so that they differ only by these.
+    All results count from the end of the first step, as in measured runs. With the same seed and workload the n-th
+    group takes the same time at each depth and bound, so results differ only by depth and bound.
 
     Args:
         depth: as staleness.depth, at most `max_staleness`; None: `max_staleness`.
@@ -119,8 +121,7 @@ def simulate(
 class _Simulation:
     """One simulation and its state.
 
-    Groups have a clock of their own, the work clock: it is the slower the more of them are in flight, and stands still
-    while a push pauses generation.
+    Groups run on a work clock. It runs slower the more groups are in flight, and stops while a push pauses generation.
     """
 
     def __init__(self, workload: Workload, staleness: StalenessConfig, seed: int) -> None:
@@ -141,10 +142,10 @@ class _Simulation:
         """(end on the work clock, group id) of every group in flight."""
         self._now_s = self._work_s = self._train_s = self._busy_s = 0.0
         self._group_seconds = 0.0
-        """The integral of groups in flight over time."""
+        """The integral of the number of groups in flight over time."""
 
     def run(self, steps: int) -> Result:
-        """Simulate `steps` steps, and return the result from the end of the first step on."""
+        """Simulate `steps` learner steps, and return the result from the end of the first step on."""
         workload, store = self._workload, self._store
         ages: list[int] = []
         self._admit()
@@ -173,7 +174,7 @@ class _Simulation:
         )
 
     def _clocks(self) -> np.ndarray:
-        """Return the time since the begin, and the totals over it of training, busy rollout pool and group seconds."""
+        """Return four totals so far, in seconds: simulated time, training, busy rollout pool, and group seconds."""
         return np.array([self._now_s, self._train_s, self._busy_s, self._group_seconds])
 
     def _push(self, version: int) -> None:
@@ -187,7 +188,7 @@ class _Simulation:
         self._admit()
 
     def _generate(self, seconds: float | None) -> None:
-        """Let the groups in flight run for `seconds` of simulated time, or, with None, until the next one finishes."""
+        """Let the groups in flight run for `seconds` of simulated time; None: until the next group finishes."""
         left_s = math.inf if seconds is None else seconds
         while self._ends:
             pace = self._workload.group_s(len(self._ends)) / self._workload.group_mean_s
@@ -217,7 +218,7 @@ class _Simulation:
         self._admit()
 
     def _abort(self) -> None:
-        """Stop the groups that the store dropped as late at a batch's hand-out, and start others in their slots."""
+        """Stop the groups in flight that the store dropped as late, and start other groups in their slots."""
         if late := set(self._store.aborts(WORKER)):
             self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]
             heapq.heapify(self._ends)

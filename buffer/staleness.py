@@ -91,7 +91,7 @@ from async_rl.base.types import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings that decide on admission and hand-out. In the proof the first five are M, B, F, E and S."""
+    """The settings of admission and hand-out. The first five are M, B, F, E and S in the proof."""
 
     max_staleness: int
     prompts_per_step: int
@@ -102,7 +102,7 @@ class Rules:
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
     drain: bool = False
-    """Whether a push waits until no group runs; meanwhile no group may start."""
+    """Whether a push waits until no group runs, while no group may start."""
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
@@ -115,12 +115,13 @@ class Rules:
 
 
 def admission_capacity(slots_held: int, slots: int) -> int:
-    """Return the number of groups that may start while `slots_held` of `slots` are held: S - slots_held or 0."""
+    """Return how many groups may start while `slots_held` of `slots` are held: the free slots, at least 0."""
     return max(0, slots - slots_held)
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
-    """Return, in the shape of `versions`, whether batch `version` may train on a token of each of these versions."""
+    """Return whether batch `version` may train on tokens of these versions: a boolean array in the shape of `versions`.
+    """
     trainable: BoolArray = version - versions <= max_staleness
     return trainable
 
@@ -128,13 +129,13 @@ def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolAr
 def fresh_to_take(
     finished: Counter[int], running: Counter[int], reusable: int, version: int, rules: Rules
 ) -> int | None:
-    """Return the number of fresh groups in batch `version` (n in the hand-out rule); None while the learner must wait.
+    """Return how many groups of batch `version` are fresh (n in the hand-out rule); None while the learner must wait.
 
     This is the rule of the policy `wait`.
 
     Args:
-        finished: [deadline] the number of fresh groups that are finished.
-        running: [deadline] the number of running groups.
+        finished: [deadline] number of finished groups that are fresh: in no batch yet.
+        running: [deadline] number of running groups.
         reusable: number of used groups that may be in this batch.
     """
     required = _required_by_deadlines(finished, running, version, rules)
@@ -144,16 +145,17 @@ def fresh_to_take(
 
 
 def fresh_at_least(number: int, num_finished: int, reusable: int, rules: Rules) -> int | None:
-    """Return the smallest number of fresh groups, at least `number`, that a batch may have; None if too few finished.
+    """Return the smallest possible number of fresh groups in a batch, at least `number`; None if too few have finished.
 
-    The other groups of the batch are used ones, out of `reusable` groups.
+    Used groups fill up the batch; `reusable` is their number.
     """
     fresh = max(number, rules.fresh_per_step, rules.prompts_per_step - reusable)
     return fresh if fresh <= min(num_finished, rules.prompts_per_step) else None
 
 
 def overfull_deadline(finished: Counter[int], running: Counter[int], version: int, rules: Rules) -> int | None:
-    """Return the first d for which batch `version` must wait for running groups with deadline <= d; None if none."""
+    """Return the first deadline d that makes batch `version` wait for running groups with deadlines <= d; None if none.
+    """
     required = _required_by_deadlines(finished, running, version, rules)
     return next((d for d, (_, missing) in required.items() if missing > 0), None)
 
@@ -164,7 +166,7 @@ def _required_by_deadlines(
     """Return {d: (number, missing)} for d in v..v+M: batch v must take `number` groups with deadline <= d.
 
     Taking the n earliest leaves live(d) - min(n, finished(d)), so at least live(d) - (d - v) F must be taken.
-    `missing` of them have not finished yet; if it is 0 or below, none is missing.
+    `missing` of these groups still run; if it is 0 or below, all have finished.
     """
     required = {}
     done_by = sum(number for d, number in finished.items() if d < version)
@@ -178,9 +180,10 @@ def _required_by_deadlines(
 
 
 def within_capacity(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
-    """Return whether each of the finished groups with these ascending deadlines may continue after a resume.
+    """Return which finished groups may continue after a resume at `version`: as many as (*) of the proof allows.
 
-    The resume is at `version`. As many continue as (*) in the module's text allows.
+    Args:
+        deadlines: the deadline of each group, in ascending order.
     """
     fit: list[bool] = []
     number = 0
@@ -201,7 +204,7 @@ def exact_start_version(batch: int, max_staleness: int, first_version: int) -> i
 
 
 def vacant_batches(members: Counter[int], number: int, first_batch: int, rules: Rules) -> list[int]:
-    """Return batch numbers for the next `number` groups in exact mode: the lowest batches that are not full.
+    """Return a batch number for each of the next `number` groups in exact mode: the lowest batches that are not full.
 
     Args:
         members: [batch number] number of its groups, without dropped ones.

@@ -1,4 +1,4 @@
-"""Keeps the buffer's groups in memory, from admission to the release of their slots. No I/O and no clock.
+"""The groups of a run in memory, from admission to the release of their slots. No I/O and no clock.
 
     admit --> running --finish--> finished --take--> held by the learner --trained--> slot free after `served`
                  |                    |                    ^                |
@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """Applies the rules of buffer/staleness.py to the groups of one run; buffer/modes.py decides by its mode.
+    """Admits, stores, hands out and drops the groups of one run, by the rules of buffer/staleness.py.
 
-    Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
-    missed the answer asks again. After each call `state` is consistent, so a journal may commit it. `draw` decides
-    which prompts are skipped; None: none is. `is_right` says whether a reward means a right answer; None: as
-    eval.correct_threshold does by default.
+    No slot is granted before the first call of `served`. `take`, `trained` and `served` may be repeated without harm,
+    because a learner that missed the answer asks again. After each call `state` is consistent, so a journal may commit
+    it.
+
+    Args:
+        rules: the settings of admission and hand-out. They choose the policy in buffer/modes.py.
+        state: the state of an earlier buffer; None: an empty one.
+        draw: decides which prompts are skipped (task.difficulty); None: none is.
+        is_right: says whether a reward means a right answer; None: by the default of eval.correct_threshold.
     """
 
     def __init__(
@@ -46,20 +51,24 @@ class Store:
         self.mode = open_mode(rules)
         self.state = state or StoreState()
         self.end_reason = ""
-        """Why there will probably be no further batch; empty while there may be one."""
+        """Why there will probably be no further batch; "" while there may be one."""
         self.flat = FlatGroups(rules.prompts_per_step, is_right or EvalConfig().is_right)
 
     # --- for workers
 
     def capacity(self) -> int:
-        """Return the number of groups that may start now; 0 before the first `served` and while a push drains."""
+        """Return how many groups may start now; 0 before the first call of `served`, and while a drain waits."""
         return 0 if self.state.is_draining else self.mode.capacity(self.state)
 
     def running_by_worker(self) -> Counter[str]:
         return Counter(row.worker for row in self.state.running.values())
 
     def admit(self, worker: str, max_groups: int, now_s: float, request_id: int = 0) -> list[Slot]:
-        """Grant up to `max_groups` slots, as many as are free, and return them. Requeued prompts go first."""
+        """Grant `worker` the free slots, at most `max_groups`, and return them. Requeued prompts come first.
+
+        Args:
+            request_id: id of the worker's request. A restarted buffer recognizes a repeated request by it.
+        """
         slots = []
         for batch in self.mode.batches_of_new(self.state, min(max_groups, self.capacity())):
             assert self.state.served_version is not None
@@ -78,7 +87,7 @@ class Store:
     def running_slot(self, group_id: int, worker: str) -> Slot | None:
         """Return the slot of a group that `worker` runs; None if the group is already finished or dropped.
 
-        Raises WireError if the group was never granted, or was granted to another worker.
+        Raises WireError if the slot was never granted, or was granted to another worker.
         """
         if group_id >= self.state.next_group_id:
             granted = f"one that was granted ({self.state.next_group_id} so far)"
@@ -93,7 +102,13 @@ class Store:
     def finish(
         self, group_id: int, payload: Frame, arrival: Arrival, drop_equal: bool = False, data_row: int = -1
     ) -> None:
-        """Store a running group that has arrived; with `drop_equal` drop it instead if its rewards are all equal."""
+        """Store a group that its worker has finished; with `drop_equal`, drop it if all its rewards are equal.
+
+        Args:
+            payload: the encoded group.
+            arrival: the facts of the group that the rules and counts need.
+            data_row: the row of the prompt in task.path, or its number in another task.
+        """
         assert self.state.served_version is not None
         row, version = self.state.running[group_id], self.state.served_version
         arrived: dict[str, Any] = {"payload": payload, "arrival": arrival, "finished_version": version}
@@ -110,13 +125,13 @@ class Store:
             self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool, data_row: int = -1) -> None:
-        """Drop a running group that has no result, which frees its slot. With `requeue` its prompt is granted again."""
+        """Drop a running group that has no result, and free its slot. With `requeue` a later group gets its prompt."""
         self.state.accounting.last_failure = cause
         row = self.state.running[group_id]._replace(error=cause, data_row=data_row)
         self.state.drop(row, "failed", requeue)
 
     def abandon(self, worker: str) -> int:
-        """Fail all running groups of a worker that died, and return their number. Their prompts are granted again."""
+        """Drop all running groups of a worker that died, requeue their prompts, and return the number of groups."""
         lost = [group_id for group_id, row in self.state.running.items() if row.worker == worker]
         for group_id in lost:
             self.fail(group_id, f"{worker} is gone", requeue=True)
@@ -124,7 +139,8 @@ class Store:
         return len(lost)
 
     def aborts(self, worker: str) -> list[int]:
-        """Return the ids of the groups that were dropped while `worker` ran them and that it has not acknowledged."""
+        """Return the ids of groups that `worker` must stop: dropped while it ran them, and not yet acknowledged by it.
+        """
         return self.state.aborts.get(worker, [])
 
     def acknowledge_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
@@ -134,15 +150,18 @@ class Store:
     # --- for the learner
 
     def check_version(self, version: int) -> None:
-        """Check that `version` is the number of batches trained so far. Raises WireError if not."""
+        """Raise WireError unless `version` is the number of batches trained so far."""
         if version != self.state.version:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
 
     def take(self, version: int, now_s: float = 0.0) -> list[StoredGroup] | None:
-        """Return the groups of batch `version`, sorted by id; None while the learner has to wait. Does not block.
+        """Choose the groups of batch `version` and return them, sorted by id; None if more groups must finish first.
 
-        The learner holds the batch until `trained`; until then each call returns it again. Raises WireError if
-        `version` is not the number of batches trained so far, and StalenessError if a group has missed its deadline.
+        Returns immediately. The learner holds the batch until it calls `trained`; a repeated `take` returns the same
+        batch. The call also drops groups that are too old for this batch or for all later ones.
+
+        Raises WireError if `version` is not the number of batches trained so far, and StalenessError if a chosen group
+        has missed its deadline.
         """
         self.check_version(version)
         if not self.state.held:
@@ -159,11 +178,14 @@ class Store:
 
     @property
     def misses_late(self) -> bool:
-        """Whether enough groups for a batch are there, and the learner waits only for groups that would expire."""
+        """Whether enough groups have finished for a batch, so that the learner waits only for groups about to expire.
+        """
         return self.mode.misses_late(self.state)
 
     def trained(self, version: int) -> None:
-        """Record that the held batch was trained on and yielded `version`, whose tokens are accepted from now on.
+        """Record that the learner has trained on its batch, and that `version` is now the newest policy version.
+
+        From now on arriving groups may have tokens of `version`. A repeated call changes nothing.
 
         Raises WireError if the learner holds no batch that yields this version.
         """
@@ -184,10 +206,11 @@ class Store:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
-        """Return whether the newest version may be pushed now.
+        """Return whether the learner may push its newest version now; with weight_sync.on_update=drain stop admission.
 
-        With `drain` it may once no group runs; this call stops admission until `served`. In exact mode it may once all
-        groups of the served version were admitted and have arrived. Otherwise it always may.
+        With `drain` a push waits until no group runs, and admission stays stopped until `served`. In exact mode a push
+        waits until all groups of the served version were admitted and have arrived. In all other cases it need not
+        wait.
         """
         self.state.is_draining = self.mode.holds_admission
         return self.mode.may_push(self.state)
@@ -195,7 +218,7 @@ class Store:
     def served(self, version: int) -> None:
         """Record that every live server serves `version` or a later one.
 
-        This frees the slots of the groups that were trained on to yield `version` or an earlier one.
+        This frees the slots of groups whose batch yielded `version` or an earlier version.
 
         Raises WireError if this version was not trained yet, or if the served version would fall.
         """
@@ -210,7 +233,7 @@ class Store:
     # --- for the run
 
     def close(self) -> None:
-        """End the run: running and finished groups are dropped as `shutdown`; a held batch stays held."""
+        """Drop all running and finished groups as `shutdown` when the run ends. A batch held by the learner is kept."""
         for row in [*self.state.running.values(), *self.state.finished.values()]:
             self.state.drop(row, "shutdown", requeue=False)
         for row in list(self.state.used.values()):
@@ -218,7 +241,7 @@ class Store:
         self.state.check_accounting()
 
     def describe(self, now_s: float) -> str:
-        """Return a text that says what the next batch waits for. The learner's timeout error shows it."""
+        """Return a text that says what the next batch waits for. The learner shows it in its timeout error."""
         state = self.state
         parts = [self.mode.describe_finished(state)]
         if state.running:
@@ -244,14 +267,15 @@ class Store:
     # --- private
 
     def _drop_late(self, rows: Iterable[StoredGroup], now_s: float) -> None:
-        """Drop groups as late; `aborts` reports it to the workers."""
+        """Drop these groups as late. If a group still runs, its worker learns of the drop through `aborts`."""
         for row in rows:
             if row.state == "running":
                 self.state.aborts.setdefault(row.worker, []).append(row.group_id)
             self.state.drop(row, "late", requeue=True, now_s=now_s)
 
     def _next_prompt(self) -> int:
-        """Return the index of the prompt of the next group. Requeued ones are not drawn again."""
+        """Return the prompt index for the next group: a requeued prompt, else the next one that `draw` does not skip.
+        """
         state = self.state
         if state.requeued:
             return state.requeued.popleft()
@@ -261,10 +285,12 @@ class Store:
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
-    """Return {"scalars", "live", "streaks"}: the scalars, live groups and prompt streaks of `state`, as plain values.
+    """Return the buffer's part of a checkpoint, as plain values for JSON. It has three keys:
 
-    The groups are those that are in no trained batch yet, each as [group id, prompt index, start version, number of its
-    batch in exact mode or -1]. A streak is there as [position of the question, streak].
+        scalars   the versions, next ids and counts of `state` (StoreState.scalars)
+        live      [group id, prompt index, start version, batch number in exact mode or -1] of each group that is in no
+                  trained batch yet
+        streaks   [position of the question, streak] of each prompt with a streak (buffer/difficulty.py)
     """
     live = [row for row in state.rows() if row.is_fresh]
     return {
@@ -277,16 +303,20 @@ def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
 def restore_checkpoint(
     saved: TrainingState, state: StoreState, mode: Mode, past: Mapping[int, StoredGroup]
 ) -> list[int]:
-    """Fill the empty `state` from the checkpoint `saved`. The prompt of a group that is dropped here is granted again.
+    """Fill the empty `state` from the checkpoint `saved`, and return the ids of the groups whose payloads are needed.
 
-    A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
-    version are gone. A group that never arrived is dropped as `failed`, in exact mode every group if a batch would
-    stay incomplete. Groups over the capacity, which may have changed, are dropped as `late`. `past` has, by id, the
-    groups that arrived before the earlier run ended, even after the checkpoint. The streaks of prompts come from the
-    checkpoint.
+    A group of the checkpoint continues if it arrived and the checkpoint's weights are as new as its tokens. The others
+    are dropped and their prompts requeued, for one of these reasons:
 
-    Returns the ids of the groups that arrived with tokens of known versions. These alone keep their payloads, and those
-    that are dropped for another reason keep them too.
+        failed           it never arrived; in exact mode all groups, if a batch would stay incomplete
+        future_version   a token has a version after the checkpoint, and the weights of that version are gone
+        late             it has missed its deadline, or exceeds the capacity of settings that were changed
+
+    Args:
+        past: [group id] a group that arrived before the earlier run ended, perhaps after the checkpoint.
+
+    Returns:
+        The ids of the groups that arrived with tokens of known versions, also of those dropped as `late` or `failed`.
     """
     rows = [
         StoredGroup(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)

@@ -1,6 +1,6 @@
-"""Holds what the buffer's store knows: a row for each group that still runs or may still be trained, and counts.
+"""The state of the buffer's store: a row for each group that still runs or may still be trained, and counts.
 
-`rows` and `scalars` return it as plain values, from which `restore` makes it again.
+`rows` and `scalars` return the state as plain values, and `restore` fills an empty state from them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ MEASURED_OUTCOMES = ("trained", "late", "zero_variance", "future_version")
 """The outcomes of a group for which means of length, reward and duration are kept."""
 
 OutcomeStats = dict[str, list[float]]
-"""[quantity: response_tokens, reward, duration_s] its total over the groups of one outcome, and their number."""
+"""[quantity] the sum over all groups of one outcome, and their number. Quantities: response_tokens, reward, duration_s.
+"""
 
 
 @dataclass(slots=True)
 class GroupAccounting:
     """Counts groups since the start of the run: admitted = trained at least once + dropped + still in the store.
 
-    A group whose prompt is requeued counts as dropped, and the prompt's next group counts as admitted.
+    If a prompt is requeued, its first group counts as dropped, and its next group counts as admitted.
     """
 
     admitted: int = 0
@@ -41,9 +42,9 @@ class GroupAccounting:
     last_failure: str = ""
 
     def drop(self, row: StoredGroup, reason: DropReason, now_s: float) -> None:
-        """Count a dropped group and add its length, reward and duration to the totals of its reason.
+        """Count a dropped group, and add its length, reward and duration to the totals of `reason`.
 
-        For a group that was still running, only the duration up to `now_s` is added.
+        A group that was still running adds only its duration up to `now_s`.
         """
         self.dropped[reason] += 1
         self._measure(reason, row, now_s)
@@ -55,7 +56,7 @@ class GroupAccounting:
             self._measure("trained", row, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: numbers of groups since the start; mean length, reward and duration of groups by arrival."""
+        """Return metrics by name: numbers of groups since the start; mean length, reward and duration by outcome."""
         values = {f"buffer/{name}": float(getattr(self, name)) for name in ("admitted", "trained", "uses", "requeued")}
         values |= {f"buffer/dropped_{reason}": float(self.dropped[reason]) for reason in DROP_REASONS}
         for outcome, stats in self.outcome_stats.items():
@@ -81,11 +82,11 @@ class GroupAccounting:
 
 
 class StoreState:
-    """Holds the rows of live groups (running, finished, held or used) by state, and the store's other values: scalars.
+    """The rows of live groups by state (running, finished, held, used), and all other values of the store (scalars).
 
-    `restore` makes the same state from the results of `rows` and `scalars`. `record` is called with every row that is
-    new or changed, also with rows in a final state (trained, dropped), which are not kept here, and `record_streak`
-    with the position of a question and its streak (buffer/prompt_order.py).
+    Args:
+        record: called with every row that is new or changed, also when it is trained or dropped and leaves this state.
+        record_streak: called with the position of a question and its new streak (buffer/prompt_order.py).
     """
 
     def __init__(
@@ -94,20 +95,24 @@ class StoreState:
     ) -> None:
         self._record = record
         self.version = 0
-        """Number of batches trained, which is the newest policy version."""
+        """Number of batches trained so far; it is also the newest policy version."""
         self.served_version: int | None = None
         self.first_version = 0
-        """The version from which exact mode counts batches."""
+        """The version from which exact mode counts its batches: 0, or that of a resume."""
         self.is_draining = False
-        """Whether no group may start, because a push waits for those that run (weight_sync.on_update=drain)."""
+        """Whether no group may start because a push waits for the running ones (weight_sync.on_update=drain)."""
         self.aborts: dict[str, list[int]] = {}
-        """[worker] ids of the groups that were dropped while it ran them, until it acknowledges that it knows."""
+        """[worker] ids of groups that were dropped while the worker ran them. An id stays until the worker acknowledges
+        it.
+        """
         self.next_group_id = 0
         self.next_prompt = 0
         self.requeued: deque[int] = deque()
-        """Indices of prompts that are granted again, before new ones."""
+        """Prompt indices that are granted again, before new ones."""
         self.unserved: Counter[int] = Counter()
-        """[version] number of fresh groups in the batch that yielded it. They hold their slots until it is served."""
+        """[version] number of fresh groups in the batch that yielded this version. Their slots are held until it is
+        served.
+        """
         self.accounting = GroupAccounting()
         self.prompts = PromptRecords(record_streak)
         self.running: dict[int, StoredGroup] = {}
@@ -118,12 +123,12 @@ class StoreState:
             "running": self.running, "finished": self.finished, "held": self.held, "used": self.used,
         }
         self.starts: dict[State, Counter[int]] = {"running": Counter(), "finished": Counter()}
-        """[state][start version] the number of groups: what the rules need of them while the learner waits, at each
-        group that arrives. So the time of that does not grow with the number of groups."""
+        """[state][start version] number of groups. The policies read these counts whenever a group arrives, so that the
+        time of a check does not grow with the number of groups."""
         self.newest: Counter[int] = Counter()
-        """[newest version] the number of finished groups."""
+        """[version of the newest token] number of finished groups."""
         self.num_held_fresh = 0
-        """The number of held groups that were in no batch before."""
+        """Number of held groups that were in no earlier batch."""
 
     @property
     def slots_held(self) -> int:
@@ -134,7 +139,10 @@ class StoreState:
         return sorted((row for rows in self._live.values() for row in rows.values()), key=lambda row: row.group_id)
 
     def put(self, row: StoredGroup, state: State, **changes: Any) -> None:
-        """Move a row to `state`, change the given fields, and record it. A row in a final state is not kept here."""
+        """Add a group, or move it to `state`, with `changes` of its fields, and record it.
+
+        A group that is now trained for the last time or dropped is recorded, but no longer kept here.
+        """
         if known := self._live[row.state].pop(row.group_id, None):
             self._count(known, -1)
         row = row._replace(state=state, **changes)
@@ -161,13 +169,13 @@ class StoreState:
         self.put(row, "dropped", drop_reason=reason)
 
     def unaccounted(self) -> int:
-        """Return admitted - (trained at least once + dropped + running + buffered + held) groups: 0 unless a bug."""
+        """Return how many admitted groups are neither trained, dropped, running, finished nor held. 0 unless a bug."""
         accounting = self.accounting
         live = len(self.running) + len(self.finished) + self.num_held_fresh
         return accounting.admitted - accounting.trained - accounting.dropped.total() - live
 
     def check_accounting(self) -> None:
-        """Check that each admitted group is counted exactly once. Raises StalenessError if not."""
+        """Raise StalenessError unless each admitted group is counted exactly once."""
         if self.unaccounted():
             counts = self.accounting
             raise StalenessError(
@@ -177,9 +185,9 @@ class StoreState:
             )
 
     def gauges(self) -> dict[str, float]:
-        """Return the metrics that are a state of now: the numbers of groups by state, and of slots held.
+        """Return the metrics that describe this moment: the numbers of groups by state, and of slots held.
 
-        Over several steps they are averaged; of all other counters the last value counts.
+        A report over several steps averages these metrics. Of all other counters it shows the last value.
         """
         return {
             "buffer/depth": float(len(self.finished)),
@@ -190,7 +198,7 @@ class StoreState:
         }
 
     def counters(self) -> dict[str, float]:
-        """Return the gauges, and all metrics that are counted since the start of the run."""
+        """Return all metrics of the store: the gauges, and the counts since the start of the run."""
         return {
             **self.gauges(),
             "buffer/unaccounted": float(self.unaccounted()),
@@ -199,9 +207,7 @@ class StoreState:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Return all but the rows and the streaks (versions, next ids, requeued prompts, counts) as plain values that
-        JSON can hold.
-        """
+        """Return all but rows and streaks as plain values for JSON: versions, next ids, requeued prompts and counts."""
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "is_draining": self.is_draining,
@@ -214,9 +220,9 @@ class StoreState:
     def restore(
         self, rows: Iterable[StoredGroup], scalars: Mapping[str, Any], streaks: Iterable[tuple[int, int]] = ()
     ) -> None:
-        """Fill an empty state with the `rows`, the `scalars` and the streaks of prompts of another.
+        """Fill this empty state from the `rows`, `scalars` and (position, streak) pairs of another state.
 
-        Trained and dropped rows are left out.
+        Trained and dropped rows are skipped.
         """
         for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
@@ -234,7 +240,7 @@ class StoreState:
 
 
 def _add(counter: Counter[int], key: int, change: int) -> None:
-    """Change one count. A key whose count becomes 0 is removed, so the counter stays small."""
+    """Add `change` to one count, and delete the key if its count becomes 0, so that the counter stays small."""
     counter[key] += change
     if not counter[key]:
         del counter[key]

@@ -1,4 +1,4 @@
-"""A group as the buffer stores it, in plain values that a journal can keep; frames of messages; runs of flat groups."""
+"""A group as the buffer and its journal keep it, ZMQ frames, and when a run ends for lack of reward differences."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from async_rl.base.messages.codec import GroupColumns
 from async_rl.base.types import Slot
 
 Frame = bytes | zmq.Frame
-"""A frame of a message. A large one stays in the memory that ZMQ received it in, and is sent on from there."""
+"""One part of a ZMQ message. A large one stays in the memory that ZMQ received it in, and is sent on from there."""
 
 
 def view(frame: Frame) -> memoryview:
-    """Return a view of the bytes of a frame, without copying them."""
+    """Return the bytes of a frame without copying them."""
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 
 def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
-    """Wait for a message and return its frames; with zmq.NOBLOCK among `flags`, raise zmq.Again if there is none.
+    """Wait for a message and return its frames. With zmq.NOBLOCK in `flags`, raise zmq.Again if there is no message.
 
     This is faster than recv_multipart, which asks the socket after each frame for more.
     """
@@ -33,12 +33,12 @@ def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 State = Literal["running", "finished", "held", "used", "trained", "dropped"]
-"""The state of a group: running -> finished -> held by the learner -> used (it may be in a batch again) or trained. A
-running or a finished group may be dropped instead. The last two states are final."""
+"""The state of a group: running -> finished -> held by the learner -> used (may be in a batch again) or trained. A
+running or finished group may also be dropped. The states `trained` and `dropped` are final."""
 
 
 class Arrival(NamedTuple):
-    """Holds what the rules and the accounting need of a finished group, so that the group is decoded only once."""
+    """The facts of a finished group that rules and counts need. With them the buffer decodes each group only once."""
 
     newest_version: int
     response_tokens: float
@@ -60,10 +60,11 @@ class Arrival(NamedTuple):
 
 
 class StoredGroup(NamedTuple):
-    """All that the buffer knows of one group. It is immutable, so the journal may keep an old one.
+    """Everything the buffer knows of one group. Immutable, so that the journal may hold an older copy.
 
-    It is a tuple because groups change very often, and tuples are fast to make. The journal's table of groups has its
-    fields as columns, in this order, with those of `outcome` at the end. Only final_version is in no table.
+    It is a tuple because groups change very often, and tuples are fast to make. The journal's table `groups` has the
+    fields as columns, with the fields of `arrival` in place of it. trained_versions and payload have tables of their
+    own.
     """
 
     group_id: int
@@ -71,19 +72,19 @@ class StoredGroup(NamedTuple):
     start_version: int
     worker: str
     request_id: int = 0
-    """Id of the worker's `admit` request that was answered with this slot: a repeated request gets the same slots."""
+    """Id of the worker's `admit` request that was granted this slot. A repeated request gets the same slots."""
     granted_s: float = 0.0
     """When the slot was granted, on the buffer's clock; only for messages and durations."""
     exact_batch: int = -1
-    """In exact mode the number of the batch that the group was admitted for, else -1."""
+    """Number of the batch that the group was admitted for in exact mode; -1 in other modes."""
     state: State = "running"
     drop_reason: DropReason | Literal[""] = ""
     finished_version: int = -1
     """The served version when the group arrived; -1 before that."""
     data_row: int = -1
-    """The row of the prompt in task.path, or its number in another task; -1 before the group arrived or failed."""
+    """The row of the prompt in task.path, or its number in another task; -1 until the group arrives or fails."""
     error: str = ""
-    """The cause of a drop as `failed`."""
+    """The message of a group that was dropped as `failed`."""
     arrival: Arrival | None = None
     trained_versions: tuple[int, ...] = ()
     """Numbers of the batches that the group was trained in, one for each use."""
@@ -96,7 +97,8 @@ class StoredGroup(NamedTuple):
 
     @property
     def newest_version(self) -> int:
-        """The version of the group's newest token; of a running group its start version, the lowest possible."""
+        """Version of the group's newest token; while the group runs, its start version, which is the lowest possible.
+        """
         return self.arrival.newest_version if self.arrival else self.start_version
 
     @property
@@ -106,17 +108,18 @@ class StoredGroup(NamedTuple):
 
 
 FLAT_BATCHES = 8
-"""The fewest batches' worth of flat groups in a row that end a run."""
+"""A run ends only after at least this many batches' worth of flat groups (all rewards equal) in a row."""
 MANY_GROUPS = 4096
-"""So many flat groups in a row, and at least FLAT_BATCHES batches' worth, end a run even if an epoch has more prompts.
-If the reward changes from group to group, a run ends after no fewer, and not before an epoch of them. The number is
-large because one group with a difference in reward shows that there is something to learn. Example: if one prompt of
-200 gives such a group, a gap this long between two of them has a probability of exp(-20).
+"""This many flat groups in a row end a run, if they are at least FLAT_BATCHES batches' worth. If all have the same
+reward, an epoch of groups is enough when it is smaller. If the reward differs from group to group, an epoch is required
+when it is larger. The number is large because a single group with different rewards shows that there is something to
+learn. Example: if one prompt of 200 gives such a group, a gap this long between two of them has a probability of
+exp(-20).
 """
 
 
 def most_of_one_reward(prompts_per_step: int, epoch: int) -> int:
-    """Return the number of flat groups in a row, all of one reward, that ends a run.
+    """Return how many groups in a row end the run if every answer of every group got the same reward.
 
     If the policy can solve few prompts of a task, most groups have the same reward, and a few batches' worth of them in
     a row come by chance. So every prompt of an epoch has its turn first.
@@ -128,9 +131,9 @@ def most_of_one_reward(prompts_per_step: int, epoch: int) -> int:
 
 
 class FlatGroups:
-    """Counts flat groups: those that arrived with one and the same reward for every answer.
+    """Counts flat groups in a row. In a flat group all answers got the same reward, so nothing can be learned from it.
 
-    A buffer that is started again counts anew.
+    A restarted buffer begins to count anew.
 
     Args:
         prompts_per_step: the number of groups in a batch.
@@ -142,23 +145,25 @@ class FlatGroups:
         self._is_right = is_right
         self._reward = 0.0
         self.num_same = 0
-        """The number of flat groups in a row that all have one reward."""
+        """Number of flat groups in a row that all have the same reward."""
         self.num_in_row = 0
-        """The number of flat groups in a row, whichever the reward of each is."""
+        """Number of flat groups in a row, whatever the reward of each."""
         self.num_dropped = 0
-        """The number of flat groups that were dropped since the last batch."""
+        """Number of flat groups dropped since the last batch."""
 
     def add(self, arrival: Arrival) -> None:
-        """Count a group that has arrived, or begin to count anew with it."""
+        """Count an arrived group. A group with different rewards resets both counts; a new reward restarts `num_same`.
+        """
         if arrival.reward != self._reward or not arrival.equal_rewards:
             self.num_same, self._reward = 0, arrival.reward
         self.num_same += arrival.equal_rewards
         self.num_in_row = self.num_in_row + 1 if arrival.equal_rewards else 0
 
     def why_nothing_is_left(self, version: int, epoch: int) -> str:
-        """Return why there is nothing left to learn at `version` from groups that are dropped; "" if there may be.
+        """Return the message that ends the run after too many flat groups in a row; "" while the run may continue.
 
         Args:
+            version: the policy version, for the message.
             epoch: the number of prompts in an epoch; 0 if it is not known.
         """
         if self.num_same >= most_of_one_reward(self._prompts_per_step, epoch):

@@ -1,4 +1,4 @@
-"""Engines that generate tokens and take new weights: SGLang, vLLM and hf (transformers, deterministic on a CPU).
-`base.py` has the Protocol that each implements.
-Workers, and run to start servers, may import it.
+"""Engines that generate tokens and load new weights: SGLang, vLLM and hf (transformers, deterministic on a CPU).
+`base.py` has the Protocol `Engine`, which each engine implements.
+Workers may import this package; async_rl/run imports it to start servers.
 """

@@ -1,8 +1,8 @@
 """The interface of rollout engines, which generate replies. `rollout.engine` names the engine of a run.
 
-An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/base/weights/server_admin.py) with which the
-learner pauses and updates it, and an `EngineEntry` (async_rl/base/seams/engines.py). `StopTexts` and the sizes of a KV
-cache at the end of this file serve several engines.
+An engine consists of a class that implements `Engine`, a `ServerAdmin` with which the learner pauses and updates it
+(async_rl/base/weights/server_admin.py), and an `EngineEntry` (async_rl/base/seams/engines.py). `StopTexts` and the
+functions for KV cache sizes at the end of this file are shared by several engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from async_rl.base.config import Config, Sampling
 from async_rl.base.types import FloatArray, IntArray, Prompt, RoutingArray, Support
 
 _GREEDY_TEMPERATURE = 1e-4
-"""Temperature of greedy replies. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
+"""Temperature of greedy replies; engines treat 0 differently. A token 1e-3 nats below the best has probability e^-10.
+"""
 _KV_SHARE = 0.25
 """The share of the host's free memory that all KV caches may take; the learner needs the rest."""
 MAX_GRAPH_REPLIES = 1024
@@ -26,11 +27,11 @@ MAX_GRAPH_REPLIES = 1024
 
 
 class Purpose(StrEnum):
-    """What the replies to a request are for."""
+    """What the engine's replies are used for."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
-    """A held-out prompt. No batch waits for it."""
+    """Answers to a held-out prompt. No training batch waits for them."""
     BASELINE = "baseline"
     """The greedy reply to a group's prompt, whose reward is the group's baseline. It is never trained on, but the
     group waits for it."""
@@ -42,11 +43,12 @@ class GenerationRequest:
 
     purpose: Purpose = Purpose.TRAINING
     group_id: int
-    """The group of the request; in an evaluation, the number of its prompt among all that the worker was given.
-    A group whose episodes have several turns may have several requests running."""
+    """The group of the request. In an evaluation: the number of the prompt among all prompts that the worker was given.
+    A group of multi-turn episodes may have several requests at the engine simultaneously."""
     prompt: Prompt
     start_version: int
-    """The served version when the group was admitted; no token of the replies may be older. 0 in an evaluation."""
+    """The served version when the group was admitted; 0 in an evaluation. No older version may sample tokens of the
+    replies."""
     seed: int
     n: int
     max_tokens: int
@@ -56,19 +58,19 @@ class GenerationRequest:
     """0: no limit."""
     min_p: float = 0.0
     wants_support: bool = False
-    """Whether the replies must have a `support`. Their logprobs are over it then."""
+    """Whether the engine must record the support of each token, and compute logprobs over that support."""
     wants_support_logprobs: bool = False
-    """Whether the support must have the logprob of each of its ids."""
+    """Whether the engine must also record the logprob of each id in the support."""
     wants_routing: bool = False
-    """Whether the replies must have a `routing`."""
+    """Whether the engine must record the experts of each token."""
 
     @property
     def key(self) -> str:
-        """The same text for all requests of one purpose and group. Request ids at the server begin with it."""
+        """A text that all requests with the same purpose and group share. Request ids at the server begin with it."""
         return f"{self.purpose}-{self.group_id}"
 
     def greedy(self) -> GenerationRequest:
-        """Return the request for greedy replies."""
+        """Return a copy of the request that asks for greedy replies, without support or routing."""
         sampling = Sampling(_GREEDY_TEMPERATURE)
         return replace(
             self, **sampling._asdict(), wants_support=False, wants_support_logprobs=False, wants_routing=False
@@ -81,12 +83,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledReply:
-    """One reply: T >= 1 sampled tokens, also the end-of-text token if it was sampled, with logprobs and versions."""
+    """One reply: T >= 1 sampled tokens with logprobs and versions. A sampled end-of-text token is included."""
 
     tokens: IntArray  # [T]
     logprobs: FloatArray
-    """[T] of log_softmax(logits / temperature): over the ids of `support`, or without one over the whole vocabulary,
-    also if top_p, top_k or min_p leave tokens out."""
+    """[T] log_softmax(logits / temperature), taken over the ids in `support`. Without a support it is taken over the
+    whole vocabulary, even if top_p, top_k or min_p leave tokens out."""
     versions: IntArray  # [T] policy version whose weights sampled the token
     finish_reason: str
     """`stop` (the model ended the reply) or `length` (it reached max_tokens)."""
@@ -94,11 +96,12 @@ class SampledReply:
     """The ids that each token was drawn from; None unless the request wants it."""
 
     routing: RoutingArray | None = None
-    """[P + T - 1, layers, k] the experts that each token of prompt and reply was fed through first, whatever a later
-    version would choose; the last token was not fed. None unless the request wants them."""
+    """[P + T - 1, layers, k] the experts that each token of prompt and reply was fed through in its first forward
+    pass. Later passes with newer weights do not change it. The last token was not fed. None unless the request wants
+    it."""
 
     def cut(self, length: int) -> SampledReply:
-        """Return the first `length` tokens as a reply that has been stopped."""
+        """Return the first `length` tokens as a reply with finish_reason `stop`."""
         dropped = len(self.tokens) - length
         return replace(
             self, tokens=self.tokens[:length], logprobs=self.logprobs[:length], versions=self.versions[:length],
@@ -109,7 +112,7 @@ class SampledReply:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of an engine at one instant, and its size."""
+    """The number of replies that an engine is sampling now, and its capacity."""
 
     running: int
     """The number of replies in the running batch."""
@@ -120,15 +123,15 @@ class Load:
 
 
 class Engine(Protocol):
-    """A rollout engine: samples replies from one policy, whose weights have version 0 at the start."""
+    """A rollout engine: samples replies from one policy. It starts with weights of version 0."""
 
     url: str
-    """The engine's address for its `ServerAdmin`, e.g. http://127.0.0.1:41234. Valid after `start`."""
+    """The address where the engine's `ServerAdmin` reaches it, e.g. http://127.0.0.1:41234. Set by `start`."""
     vocab_size: int
-    """The number of token ids, 0..vocab_size - 1. Valid after `start`."""
+    """The number of token ids, 0..vocab_size - 1. Set by `start`."""
 
     async def start(self) -> None:
-        """Start the engine; return when it serves version 0. AsyncRLError: it can't start; the message says why."""
+        """Start the engine and return when it serves version 0. AsyncRLError: it can't start; the message says why."""
 
     async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Sample and return `request.n` replies. Calls run concurrently, one per group; the engine batches them.
@@ -137,14 +140,14 @@ class Engine(Protocol):
         """
 
     async def load(self) -> Load | None:
-        """Return the load of this moment, or None if it is not known. It must be cheap: it is called twice a second."""
+        """Return the current load, or None if it is not known. It must be cheap: it is called twice a second."""
 
     async def aclose(self) -> None:
         """End the engine and all processes and threads that it started, within `timeouts.shutdown_s`."""
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Raise ValueError if the prompt is empty or has a token outside the vocabulary: it would make an engine crash."""
+    """Raise ValueError if the prompt is empty or has a token outside the vocabulary; such prompts crash engines."""
     tokens = prompt.tokens
     if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
@@ -159,15 +162,15 @@ def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
 
 
 class StopTexts:
-    """Texts that end a reply with the token that completes one of them.
+    """Stop texts of replies: a reply ends with the token that completes one of the texts.
 
-    That token is kept, even if it contains more than the end of the text: it was sampled, so it is trained on like the
-    others. Tokens after it are dropped, if an engine has sampled any. The logprobs that stay are right, because a token
-    depends only on the tokens before it.
+    That token is kept, even if its text goes on after the stop text: it was sampled, so it is trained on like the
+    others. Tokens after it are dropped, if an engine has sampled any. The remaining logprobs stay right, because a
+    token depends only on the tokens before it.
 
     Args:
         texts: one or more texts, none empty.
-        tokenizer: decodes tokens; special tokens are text, too.
+        tokenizer: decodes tokens, special tokens included.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
@@ -177,11 +180,11 @@ class StopTexts:
         self._tail_tokens = max(len(text.encode()) for text in texts) + 4
 
     def is_reached(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last token completes one of the texts, in a reply that has not ended before."""
+        """Return whether the last token completes a stop text. The tokens before it must not contain one."""
         return self._is_in(tokens[-self._tail_tokens :])
 
     def cut(self, reply: SampledReply) -> SampledReply:
-        """Return the reply up to the token that completes one of the texts; the same reply if none does."""
+        """Return the reply, cut after the token that completes a stop text; unchanged if it contains none."""
         tokens = reply.tokens.tolist()
         if not self._is_in(tokens):
             return reply
@@ -194,33 +197,36 @@ class StopTexts:
 
 
 def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_bytes: int) -> int:
-    """Return the size of a server's KV cache in tokens: all rows in flight if memory allows, else fewer.
+    """Return how many tokens a server's KV cache should have room for: all rows in flight, or fewer if memory is short.
 
-    It has room for at least one row.
+    There is always room for one row.
 
     Args:
-        token_bytes: memory for one token; see kv_token_bytes.
-        row_tokens: tokens that are set aside for one row, its prompt included.
+        token_bytes: the memory of one token; see kv_token_bytes.
+        row_tokens: the tokens reserved for one row, prompt included.
+        free_memory_bytes: the host's free memory, of which all its servers together may use _KV_SHARE.
     """
     affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
     return max(row_tokens, min(config.max_running_replies * row_tokens, affordable))
 
 
 def graph_replies(config: Config) -> int:
-    """Return the size of the largest decode batch that is worth a CUDA graph: all replies of a server, up to a limit.
+    """Return the largest decode batch with a CUDA graph: all replies of a server, at most MAX_GRAPH_REPLIES.
 
-    The engines' own choice, 256 or 512, leaves larger batches without a graph, and captures sizes that never occur.
+    The engines' default, 256 or 512, leaves larger batches without a graph and captures sizes that never occur.
     """
     return min(config.max_running_replies, MAX_GRAPH_REPLIES)
 
 
 def kv_token_bytes(model: Any, dtype: str, tp: int = 1) -> int:
-    """Return the bytes that one token takes in the KV cache of each of the `tp` ranks of a server.
+    """Return the bytes of one token's keys and values in the KV cache of each of a server's `tp` ranks.
 
-    Each rank has at least one head. With fewer heads than ranks, several ranks have the same head.
+    Each rank has at least one head. If there are fewer heads than ranks, several ranks keep the same head.
 
     Args:
-        model: the text part of the model's config.
+        model: the text part of the model's transformers config.
+        dtype: the type of the cache; float32 takes 4 bytes a number, others 2.
+        tp: the number of tensor-parallel ranks.
     """
     heads = int(getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
     of_rank = max(1, heads // tp)

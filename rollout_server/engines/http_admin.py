@@ -1,7 +1,7 @@
 """The client of SGLang's HTTP endpoints for administration: pauses, weight updates, scores.
 
-The hf engine serves the endpoints that weight pushes need, so this client administers it too. `ask`, one HTTP request
-with a response in JSON, serves every `ServerAdmin` of a server that speaks HTTP.
+The hf engine serves the endpoints that weight pushes need, so this client administers it too. Every `ServerAdmin` of
+an HTTP server uses the function `ask`, which sends one request and reads a JSON response.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from async_rl.base.weights.server_admin import Bucket
 
 ERASE, UNLOADED, SUMS, VALUE_SUMS = "erase", "unloaded", "sums", "value_sums"
-"""Actions of /weights_checker that our own servers have besides SGLang's: see sglang/server_changes.py."""
+"""Actions of /weights_checker that our servers add to SGLang's own: see sglang/server_changes.py."""
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
 PROBE = Limit(3.0, "of a probe")
 FLUSH_S = 30
 """The time that SGLang waits for aborted requests to end before it flushes its cache."""
 RELEASED = ("weights", "kv_cache")
-"""The memory that a server releases. To release CUDA graphs SGLang would need other graphs than its default ones."""
+"""The memory that a server can release. To release CUDA graphs too, SGLang would need non-default graphs."""
 
 
 class SGLangAdmin:
-    """The `ServerAdmin` of an SGLang server: one method per HTTP request, which waits for the response."""
+    """The `ServerAdmin` of an SGLang server. Each method sends one HTTP request and waits for the response."""
 
     def __init__(self, config: Config, url: str) -> None:
         self.url = url.rstrip("/")
@@ -46,7 +46,7 @@ class SGLangAdmin:
         return self._answers("/model_info")  # SGLang's /ready answers 503 while the server is paused
 
     def has_started(self) -> bool:
-        """Return whether the server takes requests: it has warmed up, and is not paused."""
+        """Return whether the server accepts requests: it has warmed up and is not paused."""
         return self._answers("/ready")
 
     def _answers(self, path: str) -> bool:
@@ -60,20 +60,23 @@ class SGLangAdmin:
         return name in str(self.ask("GET", "/v1/models"))
 
     def server_info(self) -> dict[str, Any]:
-        """Return the arguments that the server was started with, and its state."""
+        """Return the server's command-line arguments and its state."""
         return dict(self.ask("GET", "/server_info"))
 
     def served_version(self) -> str:
         return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
-        """Make the server's garbage collector skip all objects that exist now, because checking them takes 0.3 s."""
+        """Make the server's garbage collector skip all objects that exist now. Scanning them takes 0.3 s each time."""
         self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
-        """Pause generation as weight_sync.on_update says. All policies but `in_place` drop the KV and the prefix cache.
+        """Pause generation as weight_sync.on_update says.
 
-        While requests are paused in place, a server refuses to flush, and dies if the update asks for a flush.
+        All policies except `in_place` drop the KV and the prefix cache.
+
+        While requests are paused in place, a server refuses to flush its cache, and crashes if an update asks for a
+        flush.
         """
         mode = PAUSE_MODES[on_update]
         self.ask("POST", "/pause_generation", {"mode": mode})
@@ -83,7 +86,7 @@ class SGLangAdmin:
             self.flush_when_idle()
 
     def flush_when_idle(self) -> None:
-        """Make the server empty its prefix cache once no request is running.
+        """Empty the server's prefix cache once no request is running.
 
         Raises:
             WeightSyncError: a request was still running after FLUSH_S.
@@ -91,7 +94,7 @@ class SGLangAdmin:
         self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:
-        """End all requests that the server is answering; each gets the tokens sampled so far as its response."""
+        """End all running requests. The response of each has the tokens sampled so far."""
         self.ask("POST", "/abort_request", {"abort_all": True})
 
     def resume(self) -> None:
@@ -128,7 +131,7 @@ class SGLangAdmin:
         self.ask("POST", "/update_weights_from_tensor", body)
 
     def note_mapped(self, version: int) -> None:
-        """Do nothing: the server itself knows the version that came with the last weights."""
+        """Do nothing: the server keeps the version that was sent with the last weights."""
 
     def load_folder(self, folder: Path, version: int | None) -> None:
         self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **update_fields(version)})
@@ -155,9 +158,9 @@ class SGLangAdmin:
         return float(found["values"]), float(found["sizes"])
 
     def weight_sums(self) -> dict[str, str]:
-        """Return {name as the server has it: checksum of the bits (async_rl/base/weights/parcels.py)} of each weight.
+        """Return a checksum of each weight's bits: {the server's name of the weight: checksum}. See parcels.py.
 
-        Of a server that spans several GPUs these are the weights of its first rank.
+        If the server spans several GPUs, only the weights of its first rank are included.
         """
         sums: dict[str, str] = self.ask("POST", "/weights_checker", {"action": SUMS})["ranks"][0]["checksums"]
         return sums
@@ -173,10 +176,14 @@ class SGLangAdmin:
         return [entry[0] for entry in response["meta_info"]["input_token_logprobs"]][1:]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send a request, wait for the response (by default timeouts.push_s), and return its JSON, {} if it has none.
+        """Send a request to the server, wait for the response, and return its JSON, or {} if the response is not JSON.
+
+        Args:
+            limit: the longest wait; by default timeouts.push_s.
 
         Raises:
-            WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
+            WeightSyncError: the server can't be reached, or refused with another HTTP status than 200 or `success:
+                false`.
             WaitTimeoutError: the server did not answer in time.
         """
         reply = ask(self.url, method, path, self._headers, limit or self._push_limit, body)
@@ -186,7 +193,7 @@ class SGLangAdmin:
 
 
 def update_fields(version: int | None) -> dict[str, Any]:
-    """Return the fields that each request with weights has: do not flush the cache and, if given, the new version."""
+    """Return the JSON fields of requests that carry weights: do not flush the cache, and the new version, if given."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})
 
 

@@ -1,8 +1,8 @@
-"""The base class of engines whose replies come from a server process by HTTP: SGLang's and vLLM's.
+"""The base class of engines that get their replies from a server process over HTTP: SGLang and vLLM.
 
-With `weight_sync.on_update: abort` a push ends all requests. Their replies so far are kept, and the rest is requested
-again, from prompt and reply so far. The server answers it after the push, which has emptied the prefix cache, so that
-all of its KV comes from the new weights.
+With `weight_sync.on_update: abort` a push ends all requests. The engine keeps the tokens sampled so far and requests
+the rest, sending prompt and tokens again. The server answers after the push, which has emptied the prefix cache, so all
+of the KV is computed with the new weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LOAD_TIMEOUT_S = 2.0
 
 
 class HttpEngine(ABC):
-    """An `Engine` whose replies come from a server process; the subclass knows the server's program and endpoints."""
+    """An `Engine` that gets its replies from a server process. The subclass knows the server's program and endpoints.
+    """
 
     def __init__(self, config: Config, index: int, log_dir: Path, program: str) -> None:
         self.url = ""
@@ -69,7 +70,9 @@ class HttpEngine(ABC):
         await self.open_server(model, on_gpu)
 
     async def generate(self, request: GenerationRequest) -> list[SampledReply]:
-        """Wait for the server to sample `request.n` replies, and return them. If cancelled, end its requests too.
+        """Wait for the server to sample `request.n` replies, and return them.
+
+        Cancelling the call ends its requests there.
 
         Raises:
             ValueError: the prompt has no tokens, or a token outside the vocabulary.
@@ -84,34 +87,45 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def open_server(self, model: Any, on_gpu: bool) -> None:
-        """Start the server or attach to one, and set `url`. `model` is the text part of the model's config."""
+        """Start the server or attach to a running one, and set `url`.
+
+        Args:
+            model: the text part of the model's transformers config.
+            on_gpu: whether this host has a GPU.
+        """
 
     @abstractmethod
     async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
-        """Request the missing rest of `replies` and append it. After an abort by a push some stay unfinished."""
+        """Request the tokens that `replies` still lack, and append them.
+
+        After an abort by a push some replies stay unfinished.
+        """
 
     @abstractmethod
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
-        """Return (path, body) of the POST request that ends a request on the server."""
+        """Return (path, body) of the POST request that ends request `request_id` on the server."""
 
     def priority(self, request: GenerationRequest) -> int:
-        """Return the priority of a request. The server begins with the lowest.
+        """Return the priority of a request; the server runs lower numbers first.
 
-        Groups with the nearest deadline go first. An evaluation has no deadline: it comes after all groups admitted so
-        far, but before groups of later versions, because it would wait for ever at a full server.
+        Groups with the nearest deadline come first. An evaluation has no deadline: it runs after all groups admitted so
+        far, but before groups of later versions. Otherwise it would wait for ever at a full server.
         """
         self._newest = max(self._newest, request.start_version)
         return self._newest + 1 if request.purpose is Purpose.EVALUATION else request.start_version
 
     async def post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], key: str) -> Any:
-        """Send requests for replies, and return the JSON of the response. If cancelled, end them on the server.
+        """Send a request for replies, and return the JSON of the response.
+
+        Cancelling the call ends the request on the server.
 
         Args:
-            key: the GenerationRequest's key, for errors.
+            request_ids: the ids of the server's requests, to end them.
+            key: the GenerationRequest's key, for error messages.
 
         Raises:
             ProcessDiedError: the server broke the connection.
-            AsyncRLError: the server refused the requests; the message has its text.
+            AsyncRLError: the server refused the request; the message has its text.
         """
         try:
             async with self.session.post(self.url + path, json=body) as response:
@@ -131,7 +145,7 @@ class HttpEngine(ABC):
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
 
     async def _abort_cancelled(self) -> None:
-        """Tell the server to end each request whose caller was cancelled; runs for as long as the engine."""
+        """End on the server each request whose caller was cancelled. Runs as a task as long as the engine."""
         while True:
             path, body = self._abort_request(await self.cancelled.get())
             timeout = aiohttp.ClientTimeout(total=self._config.timeouts.buffer_s)
@@ -142,7 +156,7 @@ class HttpEngine(ABC):
             self.cancelled.task_done()
 
     async def _get_text(self, path: str) -> str | None:
-        """Return the text of the response to GET `path`; None if the server refuses or sends none in LOAD_TIMEOUT_S."""
+        """Return the response text of GET `path`; None if the server refuses or takes longer than LOAD_TIMEOUT_S."""
         with suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
             async with self.session.get(self.url + path, timeout=timeout) as response:
@@ -158,10 +172,10 @@ class HttpEngine(ABC):
 
 
 def cache_key(request: GenerationRequest) -> str:
-    """Return the prefix-cache key of a request. A request reads only KV that requests with the same key have left.
+    """Return the prefix-cache key of a request. A request reuses KV only from requests with the same key.
 
-    The key is the group's, so an episode's next turn finds the KV of its history. Each held-out prompt and each greedy
-    baseline has a key of its own.
+    All requests of a group share a key, so an episode's next turn finds the KV of its history. Each held-out prompt and
+    each greedy baseline has its own key.
 
     The key contains no policy version: a request may wait at the server until a push is done, so nobody knows which
     weights will compute it. Instead every pause for a push empties the server's prefix cache, and the server computes
@@ -172,7 +186,10 @@ def cache_key(request: GenerationRequest) -> str:
 
 
 def _inspect(path: str) -> tuple[Any, list[int], bool]:
-    """Return the text part of the config of the model at `path`, its end tokens, and whether this host has a GPU."""
+    """Read what `start` needs before it starts a server for the model in folder `path`.
+
+    Returns the text part of its transformers config, its end tokens, and whether this host has a GPU.
+    """
     import torch
     from transformers import AutoConfig
 
@@ -181,17 +198,18 @@ def _inspect(path: str) -> tuple[Any, list[int], bool]:
 
 @dataclass(slots=True)
 class OpenReply:
-    """One reply while a server samples it. It needs more than one request only if a weight push aborts the first."""
+    """A reply that a server is still sampling. It takes several requests only if weight pushes abort the earlier ones.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """The ids that each token was drawn from, ascending, if the request wants them."""
+    """The ids that each token was drawn from, ascending; recorded only if the request wants the support."""
     set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """The logprobs of these ids, if the request wants them too."""
+    """The logprobs of the ids in `sets`, recorded only if the request wants them."""
     fed: list[RoutingArray] = field(default_factory=list)
-    """[n, layers, k] each: the experts of the tokens of the prompt and the reply but the last, in their order."""
+    """Arrays [n, layers, k]: the experts of all tokens of prompt and reply except the last, in order."""
     finish_reason: str = ""
     """`stop` or `length`; empty until the reply has ended."""
     sample: int = 0
@@ -206,9 +224,13 @@ class OpenReply:
         )
 
     def add_routing(self, routing: RoutingArray) -> None:
-        """Append the experts of those tokens for which there are none yet: `routing` is of all tokens but the last.
+        """Append the experts of the tokens that have none recorded yet.
 
-        After an abort the server computes the tokens so far again, maybe with newer weights. Theirs are as sampled.
+        After an abort the server recomputes the earlier tokens, perhaps with newer weights; their first experts are
+        kept.
+
+        Args:
+            routing: the experts of all tokens so far except the last.
         """
         self.fed.append(routing[sum(map(len, self.fed)) :])
 
@@ -221,13 +243,15 @@ class OpenReply:
 
         Args:
             spans: the server's weight_versions; see token_versions.
-            end: why the request ended: `stop` (by an end token), `length`, `abort`, or anything else, an error.
+            end: why the request ended: `stop` (by an end token), `length` or `abort`. Anything else is an error.
             sets: the ids that each token was drawn from; None: the request does not want them.
-            set_logprobs: the logprobs of these ids; None: the request does not want them.
+            set_logprobs: the logprobs of the ids in `sets`; None: the request does not want them.
             max_tokens: the longest reply.
+            may_abort: whether a push may abort requests.
 
         Raises:
-            AsyncRLError: the response is incomplete, or not ended by stop, length or, with `may_abort`, an abort.
+            AsyncRLError: the response is incomplete, or ended for another reason than stop, length or a permitted
+                abort.
         """
         aborted = end == "abort"
         if not (tokens or aborted) or len(logprobs) != len(tokens) or None in logprobs:
@@ -256,10 +280,10 @@ class OpenReply:
 
 
 def checked_sets(tokens: list[int], sets: list[list[int]]) -> list[npt.NDArray[np.int32]]:
-    """Return the ids that each token was drawn from, ascending.
+    """Check the server's support of each token, and return it with ids ascending.
 
     Raises:
-        AsyncRLError: the server has not sent a set for each token that the token is in.
+        AsyncRLError: the number of sets differs from the number of tokens, or a set lacks its own token.
     """
     if len(sets) != len(tokens) or any(token not in ids for token, ids in zip(tokens, sets, strict=True)):
         raise AsyncRLError(
@@ -271,7 +295,7 @@ def checked_sets(tokens: list[int], sets: list[list[int]]) -> list[npt.NDArray[n
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:
-    """Return the version of each token, [num_tokens], from a server's spans `{version, start, end}` (end excluded).
+    """Return the version of each token [num_tokens]. The server sends spans `{version, start, end}` (end excluded).
 
     Raises:
         AsyncRLError: the spans do not cover the tokens in order.

@@ -1,7 +1,7 @@
-"""Runs the process of a rollout server: its port, its log, its start, and its end with all its children.
+"""The process of a rollout server: chooses its port, writes its log, starts it, and ends it with all its children.
 
-A server may ask the kernel to end it together with its parent. The kernel ends it when the thread that started it ends.
-So start it from a thread that lives as long as the engine, such as the event loop's.
+A server may ask the kernel to end it together with its parent. The kernel does so when the thread that started the
+server ends. So start it from a thread that lives as long as the engine, such as the event loop's.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from async_rl.base.ports import open_listener
 from async_rl.base.run_dir.files import end_of_log, log_tail
 
 SERVER_PORTS = range(15_000, 32_000)
-"""The ports of servers without network.ports."""
+"""The ports that servers use if network.ports is not set."""
 _START_ATTEMPTS = 3
 _PROJECT = Path(__file__).parents[2]
 
 
 def free_port(host: str, ports: Sequence[int] = ()) -> int:
-    """Return one of `ports` that is free now. The default is below the kernel's range for outgoing connections.
+    """Return a port of `ports` that is free now. By default it is below the kernel's range for outgoing connections.
 
     Raises:
-        ConfigError: none of them is free on this host.
+        ConfigError: no port is free on this host.
     """
     with open_listener(host, ports or SERVER_PORTS) as listener:
         port: int = listener.getsockname()[1]
@@ -46,17 +46,20 @@ def free_port(host: str, ports: Sequence[int] = ()) -> int:
 
 
 def server_seed(seed: int, index: int, log_file: Path) -> int:
-    """Return the random seed of one start of a server, in 0..2**31 - 1. Every server and every start has another.
+    """Return the random seed for one start of a server, in 0..2**31 - 1. It differs between servers and between starts.
 
-    With equal seeds, two servers with batches in step would sample the same numbers, and a batch of their groups would
-    vary more than independent groups. Every start appends to `log_file`, so its size differs at a restart.
+    With equal seeds, two servers that decode in step would sample the same numbers, and the groups of a batch would
+    not be independent. Every start appends to `log_file`, so the file's size differs at a restart.
     """
     start = log_file.stat().st_size if log_file.exists() else 0
     return int(np.random.SeedSequence((seed, index, start)).generate_state(1)[0]) >> 1
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """Return the words `--key value ...`: True gives no value, False no flag, a list several values, a dict JSON."""
+    """Return the command-line words `--key value ...` of the flags.
+
+    True becomes `--key` alone, False is left out, a list becomes several values, and a dict becomes JSON.
+    """
     words: list[str] = []
     for key, value in flags.items():
         if value is False:
@@ -70,15 +73,15 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
 
 
 class ServerProcess:
-    """A server in a process of its own, which `start` starts; then `url` is its address.
+    """A server in a process of its own. `start` starts it and sets `url`, its address.
 
     Args:
         name: the server's name in messages.
         command: (port) -> the words of the command line.
-        environment: the environment of the process; its TMPDIR is replaced.
+        environment: the environment of the process; TMPDIR is replaced.
         is_ready: (base URL) -> whether the server that listens there is ours and ready. It may block.
-        hints: words in the log, and the advice to give for each; the first that matches is used.
-        shared_files: patterns of the names of files in shared memory that the server leaves when it is killed.
+        hints: pairs of words to look for in the log and the advice to give. The first match is used.
+        shared_files: name patterns of files in shared memory that the server leaves behind when it is killed.
         port: the port that it listens on; 0: a free one.
     """
 
@@ -134,7 +137,7 @@ class ServerProcess:
             raise ProcessDiedError(f"{self.name} ended by itself ({how}). {self._hint()}\n{tail}")
 
     async def aclose(self) -> None:
-        """Kill the server and its children, and remove their files. An orderly end would only take longer.
+        """Kill the server and its children, and remove their files. A graceful shutdown would only take longer.
 
         Raises:
             WaitTimeoutError: the server has not ended within `timeouts.shutdown_s`.
@@ -148,7 +151,10 @@ class ServerProcess:
 
     @staticmethod
     def _lasting_caches() -> dict[str, str]:
-        """Return where inductor keeps compiled kernels: by default in TMPDIR, which is another folder at each start."""
+        """Return the environment variable for inductor's kernel cache.
+
+        By default it is in TMPDIR, which every start replaces.
+        """
         return {"TORCHINDUCTOR_CACHE_DIR": str(Path(gettempdir(), f"torchinductor_{os.getuid()}"))}
 
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -186,14 +192,17 @@ class ServerProcess:
         return end_of_log(self.log_file, self._log_start_bytes)
 
     def _hint(self) -> str:
-        """Return the advice of the first entry of `hints` whose words are in the server's log, or a general one."""
+        """Return the advice of the first entry of `hints` whose words are in the server's log, or general advice."""
         log = self._log()
         found = [hint for sign, hint in self._hints if sign in log]
         return (found or ["If nothing is logged, the kernel may have killed it for lack of memory: see `dmesg`."])[0]
 
 
 def _end_session(name: str, process: subprocess.Popen[bytes], limit: Limit) -> None:
-    """Kill the server `name` and all processes that it started, and wait for its end.
+    """Kill a server and all processes that it started, and wait until it has ended.
+
+    Args:
+        name: the server's name in messages.
 
     Raises:
         WaitTimeoutError: it has not ended within `limit`.
@@ -221,10 +230,10 @@ _LOCK, _LIST = "lock", "shared-memory"
 
 
 def new_folder() -> tuple[Path, int]:
-    """Make a folder for a server. Returns it and an open file that locks the folder while a process has it open.
+    """Make a folder for a server. Returns the folder and an open file that keeps the folder locked while it is open.
 
-    The server must inherit the file. The kernel releases the lock when the server ends, however it ends. This works
-    between containers too, which see each other's files but not each other's processes.
+    The server must inherit the open file. The kernel releases the lock when the server ends, however it ends. This
+    works between containers too, which see each other's files but not each other's processes.
     """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     unlocked = folder / "unlocked"
@@ -235,10 +244,10 @@ def new_folder() -> tuple[Path, int]:
 
 
 def list_shared_files(folder: Path, pid: int, patterns: Sequence[str], shared_memory: Path = SHARED_MEMORY) -> None:
-    """Write into a server's folder the names of the files in shared memory that children of process `pid` have mapped.
+    """Write into a server's folder which files in shared memory the children of process `pid` have mapped.
 
     Args:
-        patterns: only files with names of one of these patterns are the server's own.
+        patterns: only files whose names match one of these patterns are listed.
     """
     inodes = set()
     with suppress(psutil.Error, OSError):
@@ -256,7 +265,7 @@ def list_shared_files(folder: Path, pid: int, patterns: Sequence[str], shared_me
 
 
 def remove_folder(folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove the folder of a server that has ended, and the files in shared memory that it lists."""
+    """Remove the folder of a server that has ended, and the files in shared memory listed in it."""
     with suppress(FileNotFoundError):
         for name in (folder / _LIST).read_text().splitlines():
             (shared_memory / Path(name).name).unlink(missing_ok=True)
@@ -264,9 +273,9 @@ def remove_folder(folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
 
 
 def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove the folders of this user's servers that were killed: nobody locks them any more.
+    """Remove the folders that killed servers of this user left behind. A folder that no process locks is such a folder.
 
-    A server that ends in order removes its own folder; see ServerProcess.aclose.
+    A server that is closed normally removes its own folder; see ServerProcess.aclose.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # it is a live server's, or has just been removed by another sweep

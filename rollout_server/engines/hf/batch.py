@@ -1,4 +1,4 @@
-"""Continuous batching for the hf engine: each reply is a row of a batch that rows enter and leave between tokens."""
+"""Continuous batching for the hf engine: each reply is a row of a batch; rows are added and removed between tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rollout_server.engines.base import GenerationRequest, SampledReply, StopTex
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""
 _GROWTH = 64
-"""The number of columns that are added to a full cache."""
+"""The number of columns by which a full cache grows."""
 _COMPACT_FRACTION = 0.125
-"""Finished rows are removed when they exceed this share: copying the other rows costs more than a few idle rows."""
+"""Finished rows are removed once they exceed this share: copying the other rows costs more than a few idle rows."""
 Item = TypeVar("Item")
 
 
@@ -68,13 +68,14 @@ class WindowLayer(CacheLayerMixin):
         return -1
 
     def keep(self, rows: Tensor, width: int) -> None:
-        """Keep only the last `width` columns of the given rows, in their order; a row may be given several times."""
+        """Keep only the last `width` columns of the given rows, in the given order; a row may be given several times.
+        """
         self.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
         self.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
         self.end = width
 
     def append(self, other: WindowLayer) -> None:
-        """Add the rows of `other`, the same layer's cache of new replies; the narrower one is padded on the left."""
+        """Add the rows of `other`, the same layer's cache of new replies. The narrower cache is padded on the left."""
         width = max(self.end, other.end)
         both = [(part, (0, 0, width - part.end, 0)) for part in (self, other)]
         self.keys, self.values = (
@@ -86,14 +87,14 @@ class WindowLayer(CacheLayerMixin):
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request to the hf engine: its complete replies so far, and the future that gets all replies at the end."""
+    """A request to the hf engine, with its complete replies so far and the future for all replies."""
 
     request: GenerationRequest
     complete: dict[int, SampledReply] = field(default_factory=dict)
     """The complete replies by their number in the group."""
     cancelled: bool = False
     future: Future[list[SampledReply]] = field(default_factory=Future)
-    """Gets `replies` once all are complete."""
+    """Its result is `replies`, set once all are complete."""
 
     @property
     def replies(self) -> list[SampledReply]:
@@ -102,7 +103,7 @@ class OpenRequest:
 
 @dataclass(eq=False, slots=True)
 class _OpenReply:
-    """One reply that is being sampled: a row of the batch, with its source of random numbers."""
+    """A reply that is being sampled: one row of the batch, with its own random numbers."""
 
     group: OpenRequest
     sample: int
@@ -111,17 +112,17 @@ class _OpenReply:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """The ids that each token was drawn from, if the request wants them."""
+    """The ids that each token was drawn from, recorded only if the request wants the support."""
     set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """The logprobs of these ids, if the request wants them too."""
+    """The logprobs of the ids in `sets`, recorded only if the request wants them."""
     fed: list[RoutingArray] = field(default_factory=list)
-    """[n, layers, k] each: the experts of the prompt, then of each token that was fed, in the order of their first
-    forward passes."""
+    """Arrays [n, layers, k] of experts, first those of the prompt's tokens, then those of each token fed after it."""
     done: bool = False
 
     @property
     def length(self) -> int:
-        """The number of tokens whose keys and values are cached: the prompt and all sampled tokens but the newest."""
+        """The number of tokens whose keys and values are cached: the prompt and all sampled tokens except the newest.
+        """
         return len(self.group.request.prompt.tokens) + len(self.tokens) - 1
 
     @property
@@ -133,8 +134,10 @@ class DecodingBatch:
     """The replies that are being sampled, one per row, with their KV cache. `step` samples one token for each.
 
     Args:
-        forbidden: the tokens that are not sampled; logprobs are of the distribution without them.
-        routing: the routers of `model`, whose choices are recorded for requests that want them.
+        end_tokens: ids that end a reply.
+        forbidden: tokens that are never sampled; logprobs are computed without them.
+        stop: texts that end a reply; None: none do.
+        routing: the routers of `model`. Their choices are recorded for requests that want the routing.
     """
 
     def __init__(
@@ -157,12 +160,15 @@ class DecodingBatch:
         return len(self._rows) + len(self._retracted)
 
     def retract(self) -> None:
-        """Drop the KV of all rows. The next `step` recomputes it with the weights that the model has then."""
+        """Drop the KV cache of all rows. The next `step` recomputes it with the model's weights at that time."""
         self._retracted += [row for row in self._rows if not row.done]
         self._rows, self._cache, self._sampling = [], [], None
 
     def add(self, groups: list[OpenRequest], version: int) -> list[OpenRequest]:
-        """Add groups: prefill each prompt, sample each reply's first token; return the groups complete with that."""
+        """Prefill the prompts of new requests, and sample the first token of each reply, tagged with `version`.
+
+        Returns the requests whose replies all ended with their first token.
+        """
         complete: list[OpenRequest] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits, fed = self._prefill([group.request.prompt.tokens for group in chunk])
@@ -178,7 +184,7 @@ class DecodingBatch:
         return complete
 
     def step(self, version: int) -> list[OpenRequest]:
-        """Sample one token for every row; return the groups whose last unfinished reply has ended with it."""
+        """Sample one token for every row, tagged with `version`; return the requests whose last reply ended with it."""
         device = self._model.device
         self._recompute()
         self._compact()
@@ -194,7 +200,7 @@ class DecodingBatch:
         return self._record(self._rows, logits, version, self._sampling)
 
     def _recompute(self) -> None:
-        """Put the rows whose KV `retract` has dropped back into the batch, with KV computed by the current weights."""
+        """Put the rows that `retract` removed back into the batch, with KV computed by the current weights."""
         rows = [row for row in self._retracted if not row.group.cancelled]
         self._retracted = []
         for chunk in _chunks(rows, [row.length for row in rows]):
@@ -202,8 +208,9 @@ class DecodingBatch:
             self._join(chunk, cache)
 
     def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor, RoutingArray | None]:
-        """Run the model over the prompts, padded on the left; return their KV cache, next-token logits [B, V], and
-        experts [B, S, layers, k].
+        """Run the model over the prompts, padded on the left.
+
+        Returns the KV cache, the next-token logits [B, V], and the experts [B, S, layers, k] (None without `routing`).
         """
         device = self._model.device
         lengths = [len(prompt) for prompt in prompts]
@@ -226,8 +233,10 @@ class DecodingBatch:
         cache: list[WindowLayer],
         mask: Tensor | None,  # [B, cached + S]
     ) -> tuple[Tensor, RoutingArray | None]:
-        """Run the model, add the tokens' KV to `cache`, and return the logits after the last column [B, V], and the
-        experts of the tokens [B, S, layers, k], None without `routing`.
+        """Run the model over the tokens and append their KV to `cache`.
+
+        Returns the logits of the last column [B, V], and the tokens' experts [B, S, layers, k] (None without
+        `routing`).
         """
         compute = partial(
             self._model, input_ids=tokens, attention_mask=mask, position_ids=positions,
@@ -246,7 +255,8 @@ class DecodingBatch:
         version: int,
         sampling: _Sampling,
     ) -> list[OpenRequest]:
-        """Sample a token for each row from `logits` and append it; return groups whose replies have all ended now."""
+        """Sample a token for each row from `logits` and append it; return the requests whose last reply ended with it.
+        """
         # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
         logits = logits.index_fill(1, self._forbidden, -torch.inf) if len(self._forbidden) else logits
@@ -283,7 +293,7 @@ class DecodingBatch:
         self._sampling = None
 
     def _compact(self) -> None:
-        """Remove finished and cancelled rows if there are many (_COMPACT_FRACTION), and their unused columns."""
+        """Remove finished and cancelled rows once they exceed _COMPACT_FRACTION, and columns that no other row uses."""
         keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:
@@ -295,7 +305,11 @@ class DecodingBatch:
 
 
 def _note(rows: list[_OpenReply], fed: Sequence[RoutingArray] | RoutingArray | None) -> None:
-    """Note the experts of each row's tokens [n, layers, k], `fed` [rows], where its request wants them."""
+    """Append to each row the experts of its newly fed tokens, if its request wants them.
+
+    Args:
+        fed: one array [n, layers, k] for each row; None: nothing was recorded.
+    """
     for row, experts in zip(rows, () if fed is None else fed, strict=fed is not None):
         if row.group.request.wants_routing and not row.done:
             row.fed.append(experts)
@@ -307,7 +321,7 @@ def _new_row(group: OpenRequest, sample: int) -> _OpenReply:
 
 
 class Narrowing(NamedTuple):
-    """What leaves tokens out, for each row."""
+    """The settings top_p, top_k and min_p of each row, which leave improbable tokens out of sampling."""
 
     top_p: Tensor  # [B, 1] float32
     top_k: Tensor  # [B, 1] int64; 0: no limit
@@ -332,7 +346,8 @@ def _sampling(rows: list[_OpenReply], device: torch.device) -> _Sampling:
 
 
 def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
-    """Return the attention mask [B, width], True in a row's last `length` columns, or None if it is True everywhere."""
+    """Return the attention mask [B, width], which is True in the last `length` columns of a row. None: True everywhere.
+    """
     if all(length == width for length in lengths):
         return None
     first = width - torch.tensor(lengths, device=device)
@@ -346,7 +361,11 @@ def _keep(cache: list[WindowLayer], rows: list[int], width: int) -> None:
 
 
 def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
-    """Split `items` into consecutive lists for one prefill each: PREFILL_TOKENS at most with padding, or one item."""
+    """Split `items` into consecutive lists for one prefill each: at most PREFILL_TOKENS with padding, or one item.
+
+    Args:
+        lengths: the tokens of each item.
+    """
     chunks: list[list[Item]] = []
     longest = 0
     for item, length in zip(items, lengths, strict=True):
@@ -374,7 +393,7 @@ _WORD = 2**64
 
 
 def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """Return the first `count` random numbers in [0, 1) of the stream of one reply: of (seed, prompt, sample).
+    """Return the first `count` random numbers in [0, 1) of one reply. They depend only on seed, prompt and sample.
 
     Number t decides the reply's token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
     is a function of key and counter; the sample is the counter's highest word, so streams never overlap.
@@ -389,11 +408,13 @@ def sample_tokens(
     narrowing: Narrowing | None,  # None: from the whole vocabulary
     uniform: Tensor,  # [B, 1] float64 in [0, 1)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token per row; return the tokens [B], their logprobs [B], and the logprobs of the tokens that each was
-    drawn from, -inf for the others [B, V].
+    """Sample one token per row.
 
-    The token is the one whose interval of the cumulative distribution contains `uniform`. The logprob comes from
-    log_softmax(logits / temperature); where the row's tokens are recorded it is over these tokens alone.
+    The token is the one whose interval of the cumulative distribution contains `uniform`. Its logprob comes from
+    log_softmax(logits / temperature). If the row records its support, the logprob is over the support alone.
+
+    Returns:
+        The tokens [B], their logprobs [B], and the logprobs [B, V] of the tokens that narrowing keeps (-inf: left out).
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     probabilities, narrowed = logprobs.exp(), logprobs
@@ -413,9 +434,9 @@ def _narrowed(
     probabilities: Tensor,  # [B, V]
     narrowing: Narrowing,
 ) -> Tensor:
-    """Return `probabilities` [B, V] with 0 for each token that one of the three rules leaves out, as in SGLang.
+    """Return `probabilities` [B, V] with 0 for each token that top_p, top_k or min_p leaves out, as in SGLang.
 
-    top_p keeps the smallest set of most probable tokens that reaches it; 1 keeps all.
+    top_p keeps the most probable tokens until their sum reaches it; 1 keeps all.
     """
     descending, order = probabilities.sort(dim=-1, descending=True)
     before = descending.cumsum(dim=-1) - descending  # mass of the more probable tokens
@@ -429,7 +450,11 @@ def _narrowed(
 def token_sets(
     kept: Tensor,  # [B, V] logprobs, -inf for tokens that are left out
 ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
-    """Return for each row the ids that it keeps, ascending, and their logprobs."""
+    """Return for each row the ids that it keeps, ascending, and their logprobs.
+
+    Args:
+        kept: [B, V] logprobs; -inf where a token is left out.
+    """
     rows, ids = (kept > -torch.inf).nonzero(as_tuple=True)
     ends = np.cumsum(torch.bincount(rows, minlength=len(kept)).cpu().numpy())[:-1]
     logprobs = kept[rows, ids].to("cpu", torch.float32).numpy()

@@ -2,12 +2,12 @@
 
 One thread owns the model and advances all rows by one token at a time. Everything else that uses the model (a weight
 update, the logprobs for a verification) is a job that this thread runs between two tokens, so a token is sampled either
-before or after an update, and its version is exact. Running replies keep their KV cache over an update or recompute it,
-depending on `weight_sync.on_update`.
+before or after an update, and its version is exact. `weight_sync.on_update` decides whether running replies keep their
+KV cache over an update or recompute it.
 
 Runs repeat exactly: a reply's random numbers are a function of (seed, prompt, sample, token), and groups requested in
-the same turn of the event loop enter the batch together. Evaluations have their own batch, so that their timing does
-not change the batch shapes, and with them the rounding, of training replies.
+the same turn of the event loop enter the batch together. Evaluations have their own batch, so their timing does not
+change the batch shapes, and therefore the rounding, of training replies.
 
 `WeightEndpoints` serves the part of SGLang's HTTP API that weight pushes and their verification use. Tensors are
 collected between /begin_weight_update and /end_weight_update and loaded at the end, all between the same two tokens. So
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Job = tuple[Callable[[], Any], Future[Any]]
-"""A function to be called by the decode thread, and the place of its result."""
+"""A function that the decode thread calls, and the future for its result."""
 _MAX_BODY_BYTES = 64 * 2**20
 _TESTED_TOKENS = 16
-"""The number of tokens with which the record of routing is tested at the start."""
+"""The number of tokens with which the recording of routing is tested at the start."""
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-"""Takes the JSON body of a request; returns the fields of the response besides `success` and `message`."""
+"""A function from the JSON body of a request to the response's fields besides `success` and `message`."""
 
 
 class HFEngine:
-    """The `Engine` of rollout.engine=hf. It runs in the worker's process and writes nothing into `log_dir`."""
+    """The `Engine` of rollout.engine=hf. It runs in the worker's process and does not use `log_dir`."""
 
     def __init__(self, config: Config, index: int, log_dir: Path | None = None) -> None:
         self.url = ""
@@ -134,10 +134,10 @@ class HFEngine:
             raise WaitTimeoutError(f"{self._name} waited {limit} for its decode thread to end")
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Stop sampling until `resume` is called; return when no token is being sampled any more.
+        """Stop sampling; return when no token is being sampled any more. `resume` continues the running replies.
 
-        Running answers then continue. With `keep_kv` they keep their KV; without it, it is recomputed with the weights
-        at that time.
+        Args:
+            keep_kv: whether replies keep their KV cache. If not, `resume` recomputes it with the weights at that time.
         """
         with self._changed:
             self._paused = True
@@ -149,7 +149,7 @@ class HFEngine:
             self._changed.notify()
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the model's weights by `tensors`, and its version, between two tokens; return when this is done."""
+        """Replace the model's weights and version between two decode steps; return when this is done."""
 
         def load() -> None:
             replace_weights(self.model, tensors)
@@ -158,7 +158,7 @@ class HFEngine:
         await self.between_tokens(load)
 
     async def erase_weights(self) -> None:
-        """Fill the weights with NaN, before a push that is verified."""
+        """Fill all weights with NaN. Called before a push that is verified."""
 
         def erase() -> None:
             for parameter in self.model.parameters():
@@ -167,16 +167,16 @@ class HFEngine:
         await self.between_tokens(erase)
 
     async def unloaded_weights(self) -> list[str]:
-        """Return the names of the weights that hold a NaN."""
+        """Return the names of the weights that contain a NaN."""
         named = list(self.model.named_parameters())
         return await self.between_tokens(lambda: [name for name, p in named if bool(p.amax().isnan())])
 
     async def value_sums(self) -> tuple[float, float]:
-        """Return the sum of the values of all weights, and of their sizes."""
+        """Return the sum of all weights' values, and the sum of their absolute values."""
         return await self.between_tokens(lambda: value_sums(self.model.parameters()))
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 for each i, len(tokens) - 1 numbers."""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 for each i: len(tokens) - 1 numbers."""
 
         def score() -> list[float]:
             ids = torch.tensor([tokens], device=self.model.device)
@@ -187,7 +187,7 @@ class HFEngine:
         return await self.between_tokens(score)
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
-        """Run `job` in the thread that owns the model, also while paused, and return its result or raise its error.
+        """Run `job` in the decode thread between two tokens, also while paused; return its result or raise its error.
 
         Raises:
             WaitTimeoutError: the job was not done within timeouts.push_s.
@@ -206,7 +206,7 @@ class HFEngine:
             raise WaitTimeoutError(f"a request about weights waited {limit} for {self._name} to carry it out") from None
 
     async def _result_of(self, future: Future[Result]) -> Result:
-        """Wait for a request's or job's `future` and return its result. If the wait is cancelled, so is the future."""
+        """Wait for the future of a request or job, and return its result. Cancelling the wait cancels the future."""
         self._futures.add(future)
         try:
             return await asyncio.wrap_future(future)
@@ -228,7 +228,7 @@ class HFEngine:
             self._changed.notify()
 
     def _decode(self) -> None:
-        """The decode thread, which owns the model: sample and run jobs until the engine is closed or fails."""
+        """The decode thread, which owns the model: samples tokens and runs jobs until the engine is closed or fails."""
         try:
             with torch.inference_mode():
                 while self._advance():
@@ -243,7 +243,8 @@ class HFEngine:
     def _advance(self) -> bool:
         """Do one round of the decode thread; return False if the engine was closed.
 
-        It waits for work, runs the jobs and, unless paused, adds new groups and samples one token for each row.
+        A round waits for work and runs the jobs. Unless paused, it then adds new groups and samples one token for each
+        row.
         """
         with self._changed:
             while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
@@ -300,40 +301,47 @@ def _load(config: Config) -> PreTrainedModel:
 
 
 class ServedModel(Protocol):
-    """A sampling model. The endpoints pause it, replace its weights, and score tokens with it."""
+    """A model that samples. `WeightEndpoints` pauses it, replaces its weights, and scores tokens with it."""
 
     model: PreTrainedModel
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Stop sampling until `resume`. Without `keep_kv` running replies continue on KV that is computed again."""
+        """Stop sampling until `resume`.
+
+        Running replies keep their KV cache, or recompute it then if `keep_kv` is False.
+        """
 
     def resume(self) -> None:
-        """Continue to sample."""
+        """Continue sampling."""
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the weights of `model` by `tensors` between two tokens. Tokens sampled after that have `version`."""
+        """Replace the weights of `model` between two decode steps. Tokens sampled later are tagged with `version`.
+
+        Args:
+            tensors: the new weights by name. The model uses their memory.
+        """
 
     async def erase_weights(self) -> None:
         """Fill the weights with NaN."""
 
     async def unloaded_weights(self) -> list[str]:
-        """Return the names of the weights that hold a NaN."""
+        """Return the names of the weights that contain a NaN."""
         ...
 
     async def value_sums(self) -> tuple[float, float]:
-        """Return the sum of the values of all weights, and of their sizes."""
+        """Return the sum of all weights' values, and the sum of their absolute values."""
         ...
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i, len(tokens) - 1 numbers."""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i: len(tokens) - 1 numbers."""
         ...
 
 
 class WeightEndpoints:
     """The hf engine's HTTP server for weight pushes. A refused request gets status 400 with the reason as `message`.
 
-    A request must have the run's API key (without network.keys there is none), and its Host must be this server's
-    address: another Host comes from a web page that makes a browser ask under the page's own name.
+    A request must carry the run's API key, if network.keys sets one, and its Host header must be this server's address.
+    Another Host comes from a web page that makes a browser send requests under the page's own name.
     """
 
     def __init__(
@@ -352,7 +360,7 @@ class WeightEndpoints:
         self._staged_version: int | None = None
 
     async def start(self) -> str:
-        """Start to serve on a free port, in the running event loop, and return the base URL."""
+        """Start serving on a free port, in the running event loop, and return the base URL."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_sender])
         app.router.add_get("/model_info", _as_endpoint(self._accept))
         for path, handler in {
@@ -390,7 +398,7 @@ class WeightEndpoints:
         return await handler(request)
 
     async def _accept(self, body: dict[str, Any]) -> None:
-        """Do nothing: /model_info and /flush_cache are only answered with `success: true`."""
+        """Do nothing. Used for /model_info and /flush_cache, which are only answered with `success: true`."""
 
     async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
@@ -401,7 +409,7 @@ class WeightEndpoints:
         await asyncio.to_thread(self._receiver.leave, body["group_name"])
 
     async def _pause(self, body: dict[str, Any]) -> None:
-        """Pause sampling. `in_place` keeps the KV of the running replies, `retract` and `abort` both drop it."""
+        """Pause sampling. Mode `in_place` keeps the KV cache of running replies; `retract` and `abort` drop it."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"the mode of a pause must be 'in_place', 'retract' or 'abort', got {mode!r}")
@@ -427,7 +435,10 @@ class WeightEndpoints:
         await self._stage(tensors, body.get("weight_version"))
 
     def _rebuilt(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return the weights that parcels stand for, in memory of their own, as the model will use it."""
+        """Return the full weights that are encoded in `tensors`, the parcels of a compact push.
+
+        The model may use their memory.
+        """
         if self.rebuilder is None:
             from async_rl.base.weights.parcels import Rebuilder
 
@@ -463,7 +474,7 @@ class WeightEndpoints:
             self._receiver.end_push()
 
     async def _check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Do one of the actions that verify a push, in the form of SGLang's weight checker."""
+        """Do one of the actions that verify a push. Request and response have the form of SGLang's weight checker."""
         if body["action"] == ERASE:
             await self._engine.erase_weights()
             return {}
@@ -480,7 +491,7 @@ class WeightEndpoints:
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer /generate with the logprob of each token in `input_ids` after the first, in SGLang's format.
 
-        Nothing is sampled; the other fields of the request are ignored.
+        Nothing is sampled. Other fields of the request are ignored.
         """
         tokens = body["input_ids"]
         logprobs = await self._engine.prompt_logprobs(tokens)
@@ -492,7 +503,7 @@ def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """Make the model use the memory of `tensors` as its weights. A copy would delay running replies."""
+    """Make the model use `tensors` as its weights without copying them; a copy would delay running replies."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
@@ -521,12 +532,12 @@ def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]
 
 
 def _checkpoint_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the model's weights by the names that model folders and updates have; they are views of the weights."""
+    """Return views of the model's weights, by the names that they have in model folders and weight updates."""
     return dict(to_checkpoint(model, model.state_dict().items()))
 
 
 def _check_complete(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError unless `tensors` has every weight of the model. For tied weights one of the names is enough."""
+    """Raise ValueError unless `tensors` has every weight of the model. Of tied weights, one name is enough."""
     state = _checkpoint_state(model)
     covered = {state[name].data_ptr() for name in tensors}
     missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]

@@ -1,7 +1,7 @@
-"""The `ServerAdmin` of an SGLang server that may receive weights while it generates (weight_sync.double_buffer).
+"""The `ServerAdmin` of an SGLang server that can receive weights while it generates (weight_sync.double_buffer).
 
-SGLang's endpoints for weights wait until no request runs, unless the server is paused. So buckets are announced through
-the store of the push's group, to threads of the server's ranks, and only the swap is a request.
+SGLang's own weight endpoints wait until no request runs, unless the server is paused. So buckets are announced to
+threads of the server's ranks through the TCP store of the push's process group. Only the swap is an HTTP request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from async_rl.base.weights.server_admin import Bucket
 
 BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
-"""The environment variable of a server with the folder of the model with which it starts."""
+"""The environment variable that gives a server the folder of the model it starts with."""
 SWAP = "rollout_server.engines.sglang.staged_weights.swap"
-"""The custom weight loader of the server that puts staged weights in use."""
+"""The name of the server's custom weight loader that puts staged weights into use."""
 _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 """An empty list of tensors, in SGLang's form."""
 
 
 class StagingSGLangAdmin(SGLangAdmin):
-    """An SGLangAdmin that, with weight_sync.double_buffer, sends buckets during generation and swaps in the pause."""
+    """An SGLangAdmin for weight_sync.double_buffer: sends weights during generation and swaps them in during a pause.
+
+    Without double_buffer it is a plain SGLangAdmin.
+    """
 
     def __init__(self, config: Config, url: str) -> None:
         super().__init__(config, url)
@@ -67,7 +70,10 @@ class StagingSGLangAdmin(SGLangAdmin):
         self._is_first, self._staged_version = False, version
 
     def end_update(self) -> None:
-        """Swap the weights. If the last bucket has not come, the push has failed, and the weights in use stay."""
+        """Put the staged weights into use.
+
+        If the last bucket was not received, the push failed and the old weights stay.
+        """
         if not self._stages:
             super().end_update()
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 SLICE_TOKENS = 16_384
-"""The most cached tokens (sequences times the longest length) gathered at a time, so that they fit a CPU's caches."""
+"""The most cached tokens (sequences times the longest length) gathered at a time; that many fit into a CPU's caches."""
 
 
 def decode_attention(
@@ -21,7 +21,7 @@ def decode_attention(
     lengths: Tensor,  # [B] tokens of each sequence, the new one included
     scaling: float | None,
 ) -> Tensor:  # [B, H, D]
-    """Return softmax(q k^T * scaling) v, [B, H, D]: attention of each sequence's new token to its cached tokens."""
+    """Return the attention of each sequence's new token to its cached tokens: softmax(q k^T * scaling) v, [B, H, D]."""
     order = torch.argsort(lengths)
     sorted_lengths = lengths[order].tolist()
     output = torch.empty_like(query)

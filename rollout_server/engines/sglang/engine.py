@@ -1,8 +1,8 @@
 """The SGLang engine starts a server process and sends it two HTTP requests for each group.
 
-The first request, the primer, computes the prompt's KV once; the second samples all replies and finds that KV in the
-prefix cache. SGLang's samples depend on how it batches, so its runs don't repeat exactly unless `rollout.server_args`
-has enable-deterministic-inference (GPUs only).
+The first request, the primer, computes the prompt's KV once. The second samples all replies and finds that KV in the
+prefix cache. SGLang's samples depend on how it batches requests, so runs don't repeat exactly unless
+`rollout.server_args` has enable-deterministic-inference (GPUs only).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from rollout_server.engines.sglang.launch import server_flags, sglang_process, s
 
 
 class SGLangEngine(HttpEngine):
-    """The `Engine` of rollout.engine=sglang: starts an SGLang server, or uses the running one at rollout.server_url."""
+    """The `Engine` of rollout.engine=sglang: starts an SGLang server, or uses the running server at rollout.server_url.
+    """
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
@@ -86,7 +87,8 @@ class SGLangEngine(HttpEngine):
         return "/abort_request", {"rid": request_id}
 
     async def load(self) -> Load | None:
-        """Return the server's running replies and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
+        """Return the number of replies running on the server, and its capacity; None: no answer within LOAD_TIMEOUT_S.
+        """
         text = await self._get_text("/v1/loads?include=core")
         if text is None:
             return None
@@ -101,10 +103,10 @@ def attach_server(admin: SGLangAdmin, config: Config, support_ids: int = 0) -> N
     """Reset a running server: end its requests, load the weights of model.path as version 0, and empty its cache.
 
     Args:
-        support_ids: the most ids of a token's support that it must give; 0: it need give none.
+        support_ids: how many ids of a token's support the server must be able to return; 0: it need not return any.
 
     Raises:
-        ConfigError: the server's settings would make it tag tokens with wrong versions, or it gives too few ids.
+        ConfigError: the server would tag tokens with wrong versions, can't read stop texts, or returns too few ids.
         WeightSyncError: the server can't be reached, or refuses one of these requests.
     """
     try:
@@ -160,7 +162,7 @@ def attach_server(admin: SGLangAdmin, config: Config, support_ids: int = 0) -> N
 
 
 def sampling_seed(request: GenerationRequest, sample: int) -> int:
-    """Return the seed of one reply, in 0..2**31 - 1, which differs between the replies of a group."""
+    """Return the random seed of one reply, in 0..2**31 - 1. The replies of a group have different seeds."""
     source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
     return int(source.generate_state(1)[0]) >> 1
 
@@ -169,8 +171,8 @@ def primer_body(request: GenerationRequest, prefix: str, priority: int) -> dict[
     """Return the body of a /generate request that computes the prompt's KV and samples nothing.
 
     Args:
-        prefix: what the request's id begins with.
-        priority: SGLang's scheduler, with the flags of `server_flags`, prefers requests with lower ones.
+        prefix: the beginning of the request's id.
+        priority: SGLang's scheduler runs lower numbers first, with the flags of `server_flags`.
     """
     return {
         "rid": [f"{prefix}prompt."], "input_ids": [request.prompt.tokens.tolist()],
@@ -182,14 +184,14 @@ def request_body(
     request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int,
     forbidden: Sequence[int] = (), stop: Sequence[str] = (), support_ids: int = 0,
 ) -> dict[str, Any]:
-    """Return the body of one /generate request that samples the missing rest of each of `replies`.
+    """Return the body of one /generate request that samples the tokens that each of `replies` still lacks.
 
     Args:
-        prefix: what the ids of the replies' requests begin with.
+        prefix: the beginning of the id of each reply's request.
         priority: as for `primer_body`.
-        forbidden: tokens that are not sampled. SGLang adds the bias to the logits, so it is in the logprobs too.
-        stop: the texts that end a reply. A server with any must have a tokenizer.
-        support_ids: the most ids of a token's support that the server gives.
+        forbidden: tokens that are not sampled. SGLang adds a bias to their logits, so the logprobs exclude them too.
+        stop: texts that end a reply. They need a server with a tokenizer.
+        support_ids: the most ids of a token's support that the server returns.
     """
     top_k = request.top_k or -1
     if request.wants_support:  # then SGLang needs a limit
@@ -220,14 +222,15 @@ def request_body(
 
 
 def read_routing(response: dict[str, Any], experts: Experts, num_layers: int, num_fed: int) -> RoutingArray:
-    """Return the experts in the server's response, [num_fed, layers, k], of the layers that have a router.
+    """Return the experts that the server reports for each token, [num_fed, layers, k], in the layers with a router.
 
     Args:
-        num_layers: all layers of the model.
-        num_fed: the number of tokens of prompt and reply that were fed, all but the last.
+        experts: the model's routers; k is `experts.per_token`.
+        num_layers: all layers of the model, with or without a router.
+        num_fed: all tokens of prompt and reply except the last, which was not fed.
 
     Raises:
-        AsyncRLError: the response has none, of another shape, or of experts that the model does not have.
+        AsyncRLError: the response has no experts, too few or too many, or numbers that the model does not have.
     """
     data = base64.b64decode(response["meta_info"].get("routed_experts") or "")
     expected = (num_fed, num_layers, experts.per_token)
@@ -250,7 +253,7 @@ def extend_reply(
 ) -> None:
     """Append the tokens of the server's response to `reply`, and set its finish_reason if it has ended.
 
-    AsyncRLError: see OpenReply.extend.
+    Raises AsyncRLError as OpenReply.extend does.
     """
     meta = response["meta_info"]
     finish = meta["finish_reason"]

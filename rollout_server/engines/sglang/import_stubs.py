@@ -1,8 +1,8 @@
 """Stubs for packages that SGLang imports but does not use when it serves text on this host.
 
-A stub's names can be used as annotations, base classes, decorators and default values, and calling one raises
-MissingKernelError. A stub computes nothing, so it never computes a wrong number. It is installed only if the real
-package is not installed, or built for a GPU that this host does not have, and only in the server's processes.
+A stub's names work as annotations, base classes, decorators and default values; calling one raises MissingKernelError.
+A stub computes nothing, so it never computes a wrong number. It is installed only in the server's processes, and only
+if the real package is missing or built for a GPU that this host does not have.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 
 ON_CPU = ("triton", "sgl_kernel", "torchvision")
 ON_GPU = ("flashinfer", "torchvision")
-"""triton and sgl_kernel get no stub on a GPU: SGLang needs them there, so an error of their import is shown."""
+"""Packages with stubs on a GPU. triton and sgl_kernel get none: SGLang needs them there, so their import errors are
+shown."""
 
 _WITH_FALLBACK = re.compile(r"triton\.knobs|sgl_kernel\..+|flashinfer\.norm")
-"""Modules that SGLang imports in try/except and can do without."""
+"""Modules that SGLang imports in try/except and can work without."""
 
 _CURES = {
     "triton": "It runs on GPUs only: use --device cpu with a text model SGLang serves natively in torch",
@@ -34,11 +35,14 @@ _CURES = {
 
 
 class MissingKernelError(NotImplementedError):
-    """A function of a package that is missing on this host was called in the SGLang server; the message has a cure."""
+    """The SGLang server called a function of a package that is missing on this host. The message says what to do."""
 
 
 class Absent:
-    """Stands for a name of a missing package. It can be passed on; calling or indexing it raises MissingKernelError."""
+    """A placeholder for a name of a missing package.
+
+    It can be passed on; calling or indexing it raises MissingKernelError.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -70,7 +74,7 @@ class Absent:
 
 
 def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
-    """Replace the decorator @triton.jit, with or without options: return an Absent in place of the function."""
+    """Stand in for the decorator @triton.jit, with or without options: return an Absent in place of the function."""
     if function is None:
         return _kernel
     if isinstance(function, Absent):  # under a second decorator: keep the kernel's name
@@ -142,7 +146,7 @@ def _needed_here() -> tuple[str, ...]:
 def install(packages: Sequence[str] | None = None) -> tuple[str, ...]:
     """Install stubs for those `packages` that can't be imported; return their names. Call this before importing sglang.
 
-    If `packages` is None, it is those that SGLang can do without on this host: ON_GPU or ON_CPU.
+    By default `packages` is what SGLang can do without on this host: ON_GPU or ON_CPU.
     """
     packages = _needed_here() if packages is None else packages
     missing = tuple(package for package in packages if not _is_usable(package))

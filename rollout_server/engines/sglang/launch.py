@@ -38,15 +38,16 @@ from rollout_server.engines.sglang import import_stubs
 from rollout_server.engines.sglang.admin import BASE_VARIABLE, SWAP
 
 _READ_FROM_CONFIG = {"Gemma2ForCausalLM": "hidden_act"}
-"""By architecture, a key of config.json that SGLang needs and that transformers 5 leaves out of the files it writes."""
+"""By architecture: a key of config.json that SGLang needs and that transformers 5 does not write."""
 _ALL_SPARSE = ("Qwen3MoeForCausalLM",)
 """The architectures that SGLang 0.5.21 builds with experts in every layer, whatever the config says."""
 _UNREADABLE = "gpt-oss"
-"""The parser that needs more than a reply: `<|start|>assistant`, which the template writes, and the end `<|call|>`."""
+"""A parser that can't be used, because it needs more text than the reply: `<|start|>assistant`, which the template
+writes, and the end token `<|call|>`."""
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""
 _POLICIES_WITH_PRIORITY = ("fcfs", "lof")
-"""The values of SGLang's schedule-policy with which it starts with priorities."""
+"""The values of SGLang's schedule-policy that support priorities."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _BUILDS = "It builds kernels with nvcc, of the CUDA toolkit of torch's CUDA, and ninja: see `async-rl doctor`."
 HINTS = (
@@ -66,20 +67,20 @@ HINTS = (
     ("unrecognized arguments", "A key of rollout.server_args is no flag of this SGLang."),
 )
 SUPPORT_BYTES = 2**31
-"""The most memory that a server may take for the supports of one token of all replies."""
+"""The most memory that a server may use for supports when every reply samples one token."""
 CPU_CACHE_TOKENS = 2**15
-"""The tokens for which a server on the CPU has room."""
+"""The size of the KV cache of a server on a CPU, in tokens."""
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
-"""The environment variable with the process id of the parent. If it is set, the server ends with that process."""
+"""The environment variable with the parent's process id. If it is set, the server ends when the parent ends."""
 API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
-"""The environment variable with the server's API key, which on the command line every user of the host could read."""
+"""The environment variable with the server's API key. On the command line every user of the host could read it."""
 _PR_SET_PDEATHSIG = 1
 
 Flags = dict[str, Any]
 
 
 def why_refused(config: Config) -> str:
-    """Return why SGLang can't serve the model in model.path, as a part of a sentence, or "" if it may serve it."""
+    """Return why SGLang can't serve the model in model.path, as a part of a sentence; "" if it can."""
     import transformers
 
     flags = {key.replace("_", "-") for key in config.rollout.server_args}
@@ -140,7 +141,8 @@ def why_refused(config: Config) -> str:
 
 
 def _why_parser_refused(name: str, srt: Path) -> str:
-    """Return why SGLang can't read calls with rollout.tool_parser `name`, as a part of a sentence, or ""."""
+    """Return why SGLang can't parse tool calls with rollout.tool_parser `name`, as a part of a sentence; "" if it can.
+    """
     if not name or ":" in name:
         return ""
     text = (srt / "function_call" / "parser_names.py").read_text(encoding="utf-8")
@@ -153,9 +155,12 @@ def _why_parser_refused(name: str, srt: Path) -> str:
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int, seed: int) -> Flags:
-    """Return SGLang's flags {name: value} without the port; rollout.server_args take precedence.
+    """Return SGLang's flags {name: value} without the port. Flags in rollout.server_args take precedence.
 
-    `model` is the text part of the model's transformers config.
+    Args:
+        model: the text part of the model's transformers config.
+        free_memory_bytes: the host's free memory, a share of which the KV cache may use.
+        seed: the server's random seed.
     """
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
@@ -199,15 +204,14 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
 
 
 def support_ids(config: Config, vocabulary: int) -> int:
-    """Return the most ids of a token's support."""
+    """Return the largest number of ids in a token's support: rollout.top_k, or the vocabulary size if it is 0."""
     return min(config.rollout.top_k or vocabulary, vocabulary)
 
 
 def _why_supports_refused(config: Config, vocabulary: int) -> str:
-    """Return why a server has no room for the supports of a run, as a part of a sentence, or "".
+    """Return why the supports of a run don't fit into a server's memory, as a part of a sentence; "" if they do.
 
-    It takes an id and a weight of 4 bytes for each of the ids that a token may have, and for each reply that it
-    samples.
+    For each reply that it samples, a server takes 8 bytes per possible id: 4 for the id and 4 for a weight.
     """
     replies = min(config.rollout.max_groups_in_flight, config.slots) * config.rollout.group_size
     if not config.records_support or 8 * replies * support_ids(config, vocabulary) <= SUPPORT_BYTES:
@@ -228,7 +232,7 @@ def _speculates(config: Config) -> bool:
 
 
 def chat_server_flags(config: Config, *, on_gpu: bool) -> Flags:
-    """Return SGLang's flags {name: value} without the port; judge.server_args take precedence."""
+    """Return SGLang's flags {name: value} for a judge's server, without the port. judge.server_args take precedence."""
     flags: Flags = {
         "model-path": os.path.abspath(config.judge.path), "host": config.network.host, "random-seed": config.run.seed,
         "dtype": "auto" if on_gpu else "float32", "log-level": "warning",
@@ -244,7 +248,7 @@ def chat_server_flags(config: Config, *, on_gpu: bool) -> Flags:
 
 
 def server_environment(config: Config, flags: Flags) -> dict[str, str]:
-    """Return all environment variables for the server's process: this process's, changed for SGLang."""
+    """Return the environment of the server's process: a copy of this process's, with SGLang's variables set."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
     environment[BASE_VARIABLE] = os.path.abspath(config.model.path)
     # The context length may exceed the model's by the positions that SGLang reserves; this makes SGLang accept it.
@@ -270,14 +274,15 @@ def server_environment(config: Config, flags: Flags) -> dict[str, str]:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders where installed Python packages have put the CUDA runtime, libcudart; [] without any."""
+    """Return the folders where Python packages have installed the CUDA runtime, libcudart; [] if there are none."""
     nvidia = importlib.util.find_spec("nvidia")  # a namespace package of many wheels, in one or more site-packages
     roots = nvidia.submodule_search_locations if nvidia else None
     return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port: int = 0) -> ServerProcess:
-    """Return the process of an SGLang server with these flags, before its start; `port` 0 stands for a free one."""
+    """Return a `ServerProcess` for an SGLang server with these flags, not started yet. Port 0 stands for a free port.
+    """
     identity = f"async-rl-{uuid.uuid4().hex}"
     words = command_line(flags | {"served-model-name": identity})
 
@@ -304,9 +309,12 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
 
 
 def _own_rendezvous(config: Config, flags: Flags, port: int) -> Flags:
-    """Return the flag for the port where the server's own processes meet, if network.ports bounds it.
+    """Return the flag for the port where the server's own processes meet, chosen from network.ports.
 
-    SGLang would take a free one of the kernel's. `port` is the server's.
+    Without the flag SGLang takes any free port of the kernel's range. {} if network.ports is not set.
+
+    Args:
+        port: the port that the server listens on.
     """
     others = [each for each in config.network.port_range if each != port]
     if not others or "nccl-port" in flags:
@@ -315,10 +323,10 @@ def _own_rendezvous(config: Config, flags: Flags, port: int) -> Flags:
 
 
 def open_chat_server(config: Config, name: str, log_file: Path, port: int = 0) -> ServerProcess:
-    """Return the process of a server of judge.path, before its start.
+    """Return a `ServerProcess` that serves the judge's model (judge.path), not started yet.
 
     Args:
-        port: the port that it listens on, the port of the server before it; 0: a free one.
+        port: the port to listen on, when a server that ended is replaced; 0: a free one.
     """
     import torch
 
@@ -327,9 +335,9 @@ def open_chat_server(config: Config, name: str, log_file: Path, port: int = 0) -
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even by SIGKILL; its child processes will do the same.
+    """Make the kernel kill this process when its parent dies, even by SIGKILL. Its child processes will be killed too.
 
-    The environment variable PARENT_VARIABLE names the parent; a process without it lives on when its parent dies.
+    The environment variable PARENT_VARIABLE names the parent. Without it, the process outlives its parent.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":

@@ -1,9 +1,9 @@
-"""This project's changes to the experts that SGLang records, made in the process of its scheduler.
+"""This project's changes to how SGLang records experts, made in the process of its scheduler.
 
-    retraction    SGLang computes the KV of a retracted request again, with newer weights, and would return their
-                  experts for all tokens. The record of the first forward of each token is kept instead.
-    layers        Routers of Mixtral, OLMoE and others do not know the number of their layer, which the record needs.
-    CPU           SGLang's buffer in pinned memory needs CUDA, and a gate of Qwen2-MoE needs Triton.
+retraction    SGLang recomputes the KV of a retracted request with newer weights, and would report the experts of
+              that pass for all tokens. Instead the experts of each token's first forward pass are kept.
+layers        The record needs the layer's number, which routers of Mixtral, OLMoE and others do not know.
+CPU           SGLang's buffer in pinned memory needs CUDA, and a gate of Qwen2-MoE needs Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _init_capturer = ModelRunner.init_routed_experts_capturer
 
 
 def install() -> None:
-    """Make the changes. Without --enable-return-routed-experts they have no effect on what a server answers."""
+    """Make the changes. They affect only servers with --enable-return-routed-experts."""
     schedule_batch.release_req = _keep_and_release  # where retract_all looks it up
     SchedulerBatchResultProcessor._maybe_collect_routed_experts = _collect_first
     ModelRunner.init_routed_experts_capturer = _number_and_init
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _keep_and_release(*, req: Any, req_to_token_pool: Any, **rest: Any) -> bool:
-    """Keep the experts of a request whose KV is about to be released, but not over those of an earlier release."""
+    """Save the experts of a request before its KV is released. Experts saved at an earlier release are kept."""
     if req.return_routed_experts and req.output_ids:
         length = len(req.origin_input_ids) + len(req.output_ids)
         rows = get_global_experts_capturer().get_topk(req.kv.req_pool_idx, length, req_to_token_pool)
@@ -68,7 +68,7 @@ def _plain_memory(
 
 
 def _compute_gates_in_torch() -> None:
-    """Give Qwen2-MoE's gate of its shared experts, a Triton kernel, a form for CPUs."""
+    """Replace the Triton kernel for the gate of Qwen2-MoE's shared experts by torch code, which runs on CPUs."""
     from sglang.srt.models import qwen2_moe
 
     def gated(hidden: Tensor, weight: Tensor, shared: Tensor) -> Tensor:

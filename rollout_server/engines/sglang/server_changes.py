@@ -1,14 +1,15 @@
 """This project's changes to SGLang, made in the process of its scheduler, which owns the model.
 
-    weight checker     SGLang's loaders skip tensors whose names they don't know, and the request still succeeds. So the
-                       first push of a run fills all weights with NaN; a weight that still has a NaN was not loaded.
-    groups             A scheduler that hangs in a broadcast with a dead peer can't be asked to leave the group, so a
-                       thread does it. Another thread receives what a push with weight_sync.double_buffer announces.
-    compact pushes     Parcels (weight_sync.lora adapter, weight_sync.delta) are made whole before SGLang loads them.
-    pause in place     The forward under way is read before the pause returns, see `_read_and_pause`.
-    CPU                One attention call for many short sequences, and a paused scheduler that sleeps.
-    routing            The experts of each token are those of its first forward, also after a retraction; and they are
-                       recorded on a CPU, and for models whose routers do not know their layer.
+weight checker     SGLang's loaders skip tensors with unknown names, and the request still succeeds. So the first push
+                   of a run fills all weights with NaN; a weight that still has a NaN was not loaded.
+groups             A scheduler that hangs in a broadcast with a dead peer can't be asked to leave the group, so a
+                   thread does it. Another thread receives what a push with weight_sync.double_buffer announces.
+compact pushes     Full weights are rebuilt from parcels (weight_sync.lora adapter, weight_sync.delta) before SGLang
+                   loads them.
+pause in place     The running forward pass is read before the pause returns, see `_read_and_pause`.
+CPU                One attention call computes many short sequences, and a paused scheduler sleeps.
+routing            The experts of each token are those of its first forward pass, also after a retraction. They are
+                   recorded on CPUs too, and for models whose routers do not know their layer.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def erase(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unloaded(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that hold a NaN."""
+    """Return the names of the parameters that contain a NaN."""
     return [
         name for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and parameter.numel() and holds_nan(parameter)
@@ -109,7 +110,7 @@ def unloaded(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def weight_sums(model: nn.Module) -> dict[str, str]:
-    """Return {name: checksum of the bits} of each parameter. SGLang's own checksums need a GPU."""
+    """Return a checksum of each parameter's bits: {name: checksum}. SGLang's own checksums need a GPU."""
     return {name: str(checksum(parameter.detach().cpu().contiguous())) for name, parameter in model.named_parameters()}
 
 
@@ -121,7 +122,7 @@ def _value_sums(model: nn.Module) -> dict[str, str]:
 _FOUND: dict[str, Callable[[nn.Module], dict[str, str]]] = {
     UNLOADED: lambda model: dict.fromkeys(unloaded(model), "nan"), SUMS: weight_sums, VALUE_SUMS: _value_sums,
 }
-"""What actions of the weight checker return of a model."""
+"""For each action of the weight checker: the function that computes its result from the model."""
 
 
 def _load_rebuilt(updater: WeightUpdater, named_tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:
@@ -144,15 +145,17 @@ def _load_folder_rebuilt(updater: WeightUpdater, model_path: str, *args: Any, **
 
 
 def _rebuilder(updater: WeightUpdater) -> Rebuilder:
-    """Return the Rebuilder of the server's model. SGLang's own path names the last folder that it loaded."""
+    """Return the Rebuilder of the server's model. Its base is the folder that the server started with, because SGLang's
+    own model path names the last folder that it loaded.
+    """
     folder = Path(os.environ[BASE_VARIABLE])
     return _rebuilders.setdefault(id(updater.get_model()), Rebuilder(lambda: weight_files(folder)))
 
 
 def _read_and_pause(scheduler: Any, request: Any) -> None:
-    """Pause as SGLang does, but read the forward under way first, which waits until the device has computed it.
+    """Pause as SGLang does, but first read the result of the running forward pass, once the device has computed it.
 
-    With the overlap schedule the scheduler starts a forward before it has read the tokens of the one before. SGLang's
+    With the overlap schedule the scheduler starts a forward before it has read the tokens of the previous one. SGLang's
     pause in place leaves the last forward in its queue until generation continues. Its tokens, which the old weights
     sampled, would then get the new version, and on a GPU new weights could be written while it still computes. SGLang's
     other pauses read it first.
@@ -173,7 +176,7 @@ def _process_once(scheduler: Any, batch: Any, result: Any) -> None:
 
 
 class BatchedDecodeBackend(TorchNativeAttnBackend):
-    """SGLang's torch_native backend, but sequences with one new token are computed together, not one by one.
+    """SGLang's torch_native attention backend, but one call computes all sequences that have one new token.
 
     With hundreds of short sequences in a batch, one call of torch for each sequence and layer would take most of the
     server's time. Every other case is left to SGLang's code.
@@ -197,7 +200,8 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None, **options: Any,
     ) -> Tensor:
-        """Compute a prefill: sequences with one uncached token together, as in decoding, the others as SGLang does."""
+        """Compute the attention of a prefill: sequences with one uncached token in one call, the others as SGLang does.
+        """
         plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
         single = extend_seq_lens == (1 if plain else -1)  # [B]
         tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one of its sequence?
@@ -219,9 +223,10 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 
 
 def _wait_while_paused(scheduler: Scheduler) -> None:
-    """Let a paused scheduler sleep until the next message, if the server has the flag `sleep-on-idle`.
+    """Make a paused scheduler sleep until the next message, if the server has the flag `sleep-on-idle`.
 
-    Unchanged, SGLang's scheduler polls while it is paused, on a core that the learner needs for the push.
+    Without this change SGLang's scheduler polls while it is paused, and uses a core that the learner needs for the
+    push.
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()

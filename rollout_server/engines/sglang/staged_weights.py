@@ -1,11 +1,11 @@
 """Weights that an SGLang server receives while it generates, and their swap into use during a pause.
 
-SGLang's model loads them itself, into a copy of its tree of modules with parameters of its own. So names, fused layers
-and the shards of a tensor-parallel rank are as in every other update. `swap` is a custom weight loader of SGLang, its
+SGLang itself loads them into a copy of its module tree that has its own parameters. So names, fused layers and the
+shards of a tensor-parallel rank are handled as in every other update. `swap` is a custom weight loader of SGLang, its
 public hook for code in the process that owns the model.
 
-The parameters of the copy are NaN before each push. A parameter with a NaN after it was not loaded and is not swapped,
-so the weight in use stays, as in an update without staging.
+The copy is filled with NaN before each push. A parameter that still contains a NaN afterwards was not loaded and is not
+swapped, so the weight in use stays, as in an update without staging.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from async_rl.base.weights.sums import holds_nan
 
 
 class StagedWeights:
-    """A second set of the weights of one model; a push is loaded into it part by part."""
+    """A second set of the model's weights, into which the parts of a push are loaded."""
 
     def __init__(self) -> None:
         self._copy: Any = None
@@ -30,7 +30,7 @@ class StagedWeights:
         """(parameter in use, its staged value) of all that a complete push has loaded; [] before its last part."""
 
     def load(self, model: nn.Module, named_tensors: list[tuple[str, Tensor]], announced: Announcement) -> None:
-        """Load a part of a push. The model that is in use is not changed."""
+        """Load a part of a push into the second set. The model in use does not change."""
         if announced.is_first:
             self._loaded = []
             if self._copy is None or self._place != announced.place:
@@ -44,7 +44,7 @@ class StagedWeights:
             self._loaded = [(used.data, staged.data) for used, staged in pairs if _is_loaded(staged)]
 
     def swap(self, model: Any) -> None:
-        """Copy the staged weights over the model's own: captured CUDA graphs use those addresses.
+        """Copy the staged weights over the model's own weights. Captured CUDA graphs use the addresses of the latter.
 
         Raises:
             ValueError: no complete push was staged since the last swap, or the model's weights have another layout.
@@ -73,18 +73,20 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]], announced: A
 
 
 def swap(model: nn.Module, named_tensors: list[Any]) -> None:
-    """Put the staged weights in use. SGLang calls this, while it is paused, with an empty list."""
+    """Put the staged weights into use. SGLang calls this as a custom loader, while paused, with no tensors."""
     _staged.swap(model)
 
 
 def copy_of(model: nn.Module, place: str) -> nn.Module:
-    """Return a tree of the same modules with parameters of their own, tied where the model's are.
+    """Return a copy of the module tree with its own parameters.
 
-    A stand-in with the same `named_parameters` is not enough: SGLang's `load_weights` goes through the submodules, and
-    would write into the weights in use where a submodule is not copied.
+    Parameters that are tied in the model are tied in the copy.
+
+    A stand-in with the same `named_parameters` is not enough: SGLang's `load_weights` visits the submodules, and would
+    write into the weights in use where a submodule is not copied.
 
     Args:
-        place: device, the model's own, or host.
+        place: where the copy's parameters are: `device` (the model's own) or `host`.
     """
     memo: dict[int, Any] = {}
 

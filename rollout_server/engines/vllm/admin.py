@@ -21,15 +21,15 @@ PAUSES = {
     "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",
     "drain": "mode=keep&clear_cache=true", "abort": "mode=abort&clear_cache=true",
 }
-"""The query of /pause for each weight_sync.on_update. Each waits until no forward runs and each token that was sampled
-has its version. clear_cache=true also takes the KV of running requests, which is computed again when they resume. When
-`drain` pauses, only evaluations can still be running."""
+"""The query of /pause for each weight_sync.on_update. vLLM answers once no forward runs and each sampled token has its
+version. clear_cache=true also drops the KV of running requests, which is recomputed when they resume. When `drain`
+pauses, only evaluations can still be running."""
 GENERATE = "/inference/v1/generate"
 PROBE = Limit(3.0, "of a probe")
 
 
 class VLLMAdmin:
-    """The `ServerAdmin` of a vLLM server: its methods send HTTP requests and wait for the responses."""
+    """The `ServerAdmin` of a vLLM server. Its methods send HTTP requests and wait for the responses."""
 
     def __init__(self, config: Config, url: str) -> None:
         self.url = url.rstrip("/")
@@ -46,7 +46,7 @@ class VLLMAdmin:
         return False
 
     def serves_model(self, name: str) -> bool:
-        """Return whether this is the server that was started with `--served-model-name name`."""
+        """Return whether the server was started with `--served-model-name name`."""
         return name in str(self.ask("GET", "/v1/models"))
 
     def set_version(self, version: int) -> None:
@@ -71,7 +71,7 @@ class VLLMAdmin:
         self.ask("POST", "/start_weight_update")
 
     def end_update(self) -> None:
-        """Load the weights that were received. If the last of them have not come, the push has failed: drop them."""
+        """Load the received weights. If the last bucket was not received, the push failed: drop all of them."""
         version, self._version = self._version, None
         if version is None:
             self._drop_update()
@@ -119,7 +119,7 @@ class VLLMAdmin:
         raise NotImplementedError("a vLLM server can't release memory: its entry in ENGINES has no releases_memory")
 
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Do nothing, because no memory was released."""
+        """Do nothing, because `release_memory` releases none."""
 
     def erase_weights(self) -> None:
         self.ask("POST", "/collective_rpc", {"method": "erase_weights"})
@@ -142,7 +142,10 @@ class VLLMAdmin:
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send one request and return the JSON of the response; the limit is timeouts.push_s by default.
+        """Send a request to the server, wait for the response, and return its JSON, or {} if the response is not JSON.
+
+        Args:
+            limit: the longest wait; by default timeouts.push_s.
 
         Raises:
             WeightSyncError: the server can't be reached, or refused the request.
@@ -152,9 +155,9 @@ class VLLMAdmin:
 
 
 def share_bucket(bucket: Bucket) -> dict[str, Any]:
-    """Return the handle with which one server maps the bucket's memory, as torch.multiprocessing makes it, but in JSON.
+    """Return the handle with which a server maps the bucket's memory: that of torch.multiprocessing, in JSON.
 
-    Call it once for each server: torch counts who maps the memory.
+    Call it once for each server, because torch counts the processes that map the memory.
     """
     storage = bucket.data.untyped_storage()
     if bucket.data.is_cuda:

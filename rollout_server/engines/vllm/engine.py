@@ -1,9 +1,9 @@
-"""The vLLM engine starts a server in vLLM's own environment and sends it one HTTP request for each group.
+"""The vLLM engine starts a server in vLLM's own Python environment and sends it one HTTP request for each group.
 
 From top to bottom: the runs that vLLM refuses, the server's flags, its process (server/launch.py), the requests.
 
-vLLM computes the KV of the prompt once for all replies of a request, as far as it fills whole blocks of its cache.
-vLLM's samples depend on how it batches, so its runs don't repeat exactly (the hf engine's do).
+vLLM computes the prompt's KV once for all replies of a request, except the tokens after its last full cache block.
+vLLM's samples depend on how it batches requests, so runs don't repeat exactly (those of the hf engine do).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def refuse_run(config: Config) -> str:
     """Return why vLLM can't serve the model of model.path on this host, or "" if it can.
 
     Raises:
-        ConfigError: rollout.python is missing or has no vLLM, or vLLM can't sample at a temperature or top_p.
+        ConfigError: rollout.python is missing or has no vLLM, or vLLM does not support a temperature or top_p.
     """
     import torch
     from transformers import AutoConfig
@@ -96,7 +96,7 @@ def refuse_run(config: Config) -> str:
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError unless rollout.python can be run and finds the package vllm."""
+    """Raise ConfigError unless rollout.python is a Python that can import vllm."""
     python = server_python(config)
     try:
         done = subprocess.run([python, "-c", _FIND_VLLM], capture_output=True, text=True, timeout=_FIND_TIMEOUT_S)
@@ -110,9 +110,12 @@ def check_environment(config: Config) -> None:
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int, seed: int) -> Flags:
-    """Return vLLM's flags {name: value} without the port; rollout.server_args take precedence.
+    """Return vLLM's flags {name: value} without the port. Flags in rollout.server_args take precedence.
 
-    `model` is the text part of the model's transformers config.
+    Args:
+        model: the text part of the model's transformers config.
+        free_memory_bytes: the host's free memory, a share of which the KV cache may use.
+        seed: the server's random seed.
     """
     positions = getattr(model, "max_position_embeddings", None)
     length = config.longest_tokens + _RESERVED_TOKENS
@@ -153,10 +156,10 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
 
 
 def vllm_process(name: str, flags: Flags, log_file: Path, config: Config, *, on_gpu: bool) -> ServerProcess:
-    """Return the process of a vLLM server with these flags, before its start.
+    """Return a `ServerProcess` for a vLLM server with these flags, not started yet.
 
     Raises:
-        ConfigError: rollout.python is no program that can be run.
+        ConfigError: rollout.python can't be executed.
     """
     python = server_python(config)
     identity = f"async-rl-{uuid.uuid4().hex}"
@@ -180,7 +183,7 @@ def server_python(config: Config) -> str:
     """Return the path of the Python that runs the server.
 
     Raises:
-        ConfigError: rollout.python, or the default .venv-vllm, is no program that can be run.
+        ConfigError: rollout.python, by default the one in .venv-vllm, can't be executed.
     """
     path = config.rollout.engine_entry.server_python(config.rollout.python)
     check(
@@ -191,7 +194,12 @@ def server_python(config: Config) -> str:
 
 
 def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, str]:
-    """Return all environment variables for the server's process: this process's, changed for `python` and vLLM."""
+    """Return the environment of the server's process: a copy of this process's, with the variables for vLLM set.
+
+    Args:
+        python: the Python that runs the server; its folder comes first in PATH.
+        on_gpu: False: also bind no threads to cores, and do not compile.
+    """
     environment = os.environ | {
         PARENT_VARIABLE: str(os.getpid()),
         "PYTHONPATH": str(_SERVER_FOLDER),  # and nothing of this environment, whose packages have other versions
@@ -214,7 +222,7 @@ def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, s
 
 
 class VLLMEngine(HttpEngine):
-    """The `Engine` of rollout.engine=vllm: starts one vLLM server and sends it the requests of its worker."""
+    """The `Engine` of rollout.engine=vllm: starts one vLLM server and sends it its worker's requests."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "vLLM")
@@ -234,7 +242,7 @@ class VLLMEngine(HttpEngine):
         await asyncio.gather(*(self._extend_equal(request, each) for each in group_replies(replies)))
 
     async def _extend_equal(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
-        """Extend replies with equal tokens by one request that samples further tokens for all of them."""
+        """Extend replies that have equal tokens so far: one request samples further tokens for all of them."""
         key = f"{request.key}.{next(self._attempts)}"
         body = request_body(request, replies, self.end_tokens, key, self.priority(request))
         response = await self.post(GENERATE, body, [key], request.key)
@@ -245,7 +253,8 @@ class VLLMEngine(HttpEngine):
         return "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}  # as this endpoint names them
 
     async def load(self) -> Load | None:
-        """Return the server's running replies and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
+        """Return the number of replies running on the server, and its capacity; None: no answer within LOAD_TIMEOUT_S.
+        """
         text = await self._get_text("/metrics")
         if text is None:
             return None
@@ -256,7 +265,7 @@ class VLLMEngine(HttpEngine):
 
 
 def kv_tokens_in(metrics: str) -> int:
-    """Return the size of vLLM's KV cache in tokens, from the text of its /metrics; 0 if that has no size."""
+    """Return the size of vLLM's KV cache in tokens, read from the text of its /metrics; 0 if it is not there."""
     found = _CACHE.search(metrics)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
     sizes = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
@@ -264,7 +273,7 @@ def kv_tokens_in(metrics: str) -> int:
 
 
 def group_replies(replies: list[OpenReply]) -> list[list[OpenReply]]:
-    """Return one list of `replies` for each request: replies without a token share one, each other reply is alone."""
+    """Split `replies` into lists, one per request: new replies share a request, each reply with tokens has its own."""
     new = [reply for reply in replies if not reply.tokens]
     return ([new] if new else []) + [[reply] for reply in replies if reply.tokens]
 
@@ -272,13 +281,15 @@ def group_replies(replies: list[OpenReply]) -> list[list[OpenReply]]:
 def request_body(
     request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], key: str, priority: int
 ) -> dict[str, Any]:
-    """Return the body of a request that samples the missing rest of `replies`, which have the same tokens so far.
+    """Return the body of a request that samples the tokens that `replies` still lack.
 
-    It sets every parameter that could exclude tokens from sampling, even if to vLLM's default.
+    All must have the same tokens so far.
+
+    The body sets every parameter that could exclude tokens from sampling, even to vLLM's default.
 
     Args:
         key: the id of the request.
-        priority: vLLM's scheduler prefers requests with lower ones.
+        priority: vLLM's scheduler runs lower numbers first.
     """
     sampled = replies[0].tokens
     return {
@@ -299,7 +310,7 @@ def extend_reply(
 ) -> None:
     """Append the tokens of one choice of a response to `reply`, and set its finish_reason if it has ended.
 
-    AsyncRLError: see OpenReply.extend.
+    Raises AsyncRLError as OpenReply.extend does.
     """
     logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
     reply.extend(

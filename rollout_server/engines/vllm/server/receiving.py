@@ -1,6 +1,6 @@
-"""Helps a vLLM worker receive weights: checks an update, aborts a group, maps shared memory. It does not import vLLM.
+"""Functions with which a vLLM worker receives weights: check an update, abort a group, map shared memory.
 
-vLLM's environment has no async_rl, so `parcels.py` of this project is loaded here by its path.
+They do not import vLLM. vLLM's environment has no async_rl, so this project's `parcels.py` is loaded by its path.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
-    """Return the safetensors files of a model folder: those that its index names, else model.safetensors, else all."""
+    """Return the safetensors files of a model folder: the files in its index, else model.safetensors, else all of them.
+    """
     if (folder / _INDEX).is_file():
         weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]
@@ -58,7 +59,11 @@ def weight_files(folder: Path) -> Sequence[Path]:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is_tied: bool) -> None:
-    """Raise ValueError unless `tensors` have the names and shapes `expected`; a tied output layer may be left out."""
+    """Raise ValueError unless `tensors` have exactly the names and shapes in `expected`.
+
+    Args:
+        is_tied: the output layer is tied to the embedding, so lm_head.weight may be left out.
+    """
     ignored = {"lm_head.weight"} if is_tied else set()
     got = {name: list(tensor.shape) for name, tensor in tensors.items()}
     wrong = [
@@ -70,9 +75,14 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is
 
 
 def abort_when_told(group: ProcessGroup, name: str, host: str, port: int) -> None:
-    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended.
+    """Start a thread that aborts process group `group` when the learner asks for it through its store, or has ended.
 
-    It frees a worker that hangs in a collective of a failed push, as async_rl/base/weights/broadcast.py does elsewhere.
+    This frees a worker that hangs in a collective of a failed push. async_rl/base/weights/broadcast.py does the same in
+    the learner and in other servers.
+
+    Args:
+        name: the group's name, which prefixes its keys in the store.
+        host, port: where the learner serves the TCP store.
     """
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
 
@@ -85,7 +95,10 @@ def abort_when_told(group: ProcessGroup, name: str, host: str, port: int) -> Non
 
 
 def map_memory(memory: dict[str, list[Any]], device: torch.device) -> Tensor:
-    """Return the memory that the learner's `share_bucket` describes, as a uint8 tensor on `device`; nothing is copied.
+    """Map memory that the learner shares, without a copy; return it as a uint8 tensor on `device`.
+
+    Args:
+        memory: the result of the learner's `share_bucket`.
     """
     words = zip(memory["handle"], memory["is_bytes"], strict=True)
     handle = [base64.b64decode(word) if is_bytes else word for word, is_bytes in words]

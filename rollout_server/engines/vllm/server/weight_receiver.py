@@ -1,11 +1,11 @@
-"""The half of a weight push that runs in vLLM's workers: a backend of vLLM's own weight-transfer endpoints.
+"""The part of a weight push that runs in vLLM's workers: a backend of vLLM's own weight-transfer endpoints.
 
-vLLM imports this module in each worker before it makes the model and the transfer engine. So the classes that it
-registers and replaces are used by the whole server.
+vLLM imports this module in each worker before it creates the model and the transfer engine. So the whole server uses
+the classes that this module registers and replaces.
 
-Nothing of an update is loaded before its end. An update that breaks off, lacks a tensor or has one of a wrong shape
-changes nothing. This needs memory for a second copy of the weights during a push. With weight_sync.double_buffer a
-thread receives the update, so the model continues to sample until it is loaded.
+No part of an update is loaded before the update ends. An update that breaks off, lacks a tensor or has one of a wrong
+shape changes nothing. This needs memory for a second copy of the weights during a push. With weight_sync.double_buffer
+a thread receives the update, so the model continues to sample until the weights are loaded.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ class GroupInfo(WeightTransferInitInfo):
     backend: str
     timeout_s: float
     torch_limit_s: float
-    """NCCL ends this process after so long; the learner aborts a group that hangs before that."""
+    """NCCL ends this process after this time. The learner aborts a hanging group earlier."""
 
 
 @dataclass
 class PartInfo(WeightTransferUpdateInfo):
-    """One part of an update: a bucket of tensors that the learner broadcasts or, with `memory`, shares; with `folder`,
-    the tensors of a model folder.
-    """
+    """One part of an update: a broadcast bucket of tensors, a bucket in shared `memory`, or a model `folder`."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -71,12 +69,12 @@ class PartInfo(WeightTransferUpdateInfo):
     memory: dict[str, list[Any]] = field(default_factory=dict)
     """The result of the learner's share_bucket."""
     staging: str = "none"
-    """device, host: a broadcast is received in a thread while the model samples, and kept there. none: it is waited
-    for."""
+    """device, host: a thread receives the broadcast while the model samples, and keeps it there. none: the worker
+    waits for the broadcast."""
 
 
 class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
-    """Receives the parts of an update in a vLLM worker, and loads them into the model at the update's end."""
+    """Receives the parts of an update in a vLLM worker, and loads them into the model when the update ends."""
 
     init_info_cls = GroupInfo
     update_info_cls = PartInfo
@@ -86,7 +84,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
     """Receives staged parts in the order of their broadcasts. Each group has a new thread, because a thread may hang in
     a group whose learner has died."""
     _rebuilder: Any = None
-    """Makes whole weights of the parcels of compact pushes; None: there was none yet."""
+    """Rebuilds full weights from the parcels of compact pushes; None until the first such push."""
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         self.shutdown()
@@ -106,21 +104,22 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         self.drop_update()
 
     def drop_update(self) -> None:
-        """Forget the parts received so far; nothing of them is loaded."""
+        """Discard all parts received so far, without loading them."""
         self._tensors: dict[str, Tensor] = {}
         self._staged: list[Future[dict[str, Tensor]]] = []
         """The parts that are received during generation."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one part, and wait for its own CUDA stream.
+        """Receive one part of an update, and wait only for its own CUDA stream.
 
         vLLM's own method waits for the whole device, which would include the running model.
         """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, info: PartInfo) -> None:
-        """Receive one part, or begin to. It is checked only at the end of the update: a refusal could make the sender
-        hang.
+        """Receive one part, or start to receive it in the thread.
+
+        It is checked only at the end of the update, because a refusal here could make the sender hang.
         """
         if info.staging != "none" and self._thread is not None:
             self._staged.append(self._thread.submit(self._receive_beside, info))
@@ -153,13 +152,17 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         return {name: tensor for file in files for name, tensor in load_file(file, device=str(self.device)).items()}
 
     def drain_pending(self) -> None:
-        """Wait for the parts that are staged; the learner has sent them all."""
+        """Wait until the thread has received all staged parts. The learner has sent all of them."""
         for part in self._staged:
             self._tensors |= part.result(self._timeout_s)
         self._staged = []
 
     def finish_weight_update(self) -> None:
-        """Load the tensors received. ValueError: one is missing, unknown or has a wrong shape; nothing is loaded."""
+        """Load all received tensors into the model.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or has a wrong shape. Then nothing is loaded.
+        """
         self.drain_pending()
         if any(is_parcel(name) for name in self._tensors):
             self._tensors = self._rebuilt(self._tensors)
@@ -174,7 +177,8 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         self.drop_update()
 
     def _rebuilt(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that parcels stand for. ValueError: one is damaged or made for other weights."""
+        """Return the full weights rebuilt from parcels. Raises ValueError if one is damaged or made for other weights.
+        """
         if self._rebuilder is None:
             self._rebuilder = Rebuilder(lambda: weight_files(Path(self.model_config.model)))
         return {name: weight.to(self.device) for name, weight in self._rebuilder.rebuild(tensors.items())}
@@ -197,27 +201,28 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker class, so that POST /collective_rpc can call them."""
 
     def drop_weight_update(self) -> None:
-        """Forget an unfinished update, if there is one; otherwise vLLM would refuse to start the next one."""
+        """Discard an unfinished update, if there is one. Otherwise vLLM would refuse to start the next one."""
         self._weight_update_active = False
         self.weight_transfer_engine.drop_update()  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def erase_weights(self) -> None:
-        """Fill the weights with NaN, before a push that is verified."""
+        """Fill all weights with NaN. Called before a push that is verified."""
         for parameter in self.get_model().parameters():  # type: ignore[attr-defined]
             if parameter.is_floating_point():
                 parameter.fill_(torch.nan)
 
     @torch.no_grad()
     def unloaded_weights(self) -> list[str]:
-        """Return the names of the weights that hold a NaN."""
+        """Return the names of the weights that contain a NaN."""
         return [
             name for name, parameter in self.get_model().named_parameters()  # type: ignore[attr-defined]
             if parameter.is_floating_point() and parameter.numel() and holds_nan(parameter)
         ]
 
     def value_sums(self) -> list[float]:
-        """Return the sums of the values of all weights and of their sizes. vLLM sends a tuple as text."""
+        """Return [sum of all weights' values, sum of their absolute values], a list because vLLM sends a tuple as text.
+        """
         return [*value_sums(self.get_model().parameters())]  # type: ignore[attr-defined]
 
 

@@ -33,7 +33,8 @@ CANCEL_S = 2.0
 
 
 class AgentHost:
-    """Calls the agent for many questions at a time, as the lines of `requests` say, and writes its rewards."""
+    """Runs in the agent's process: reads calls from `requests`, runs many of them simultaneously, writes to `replies`.
+    """
 
     def __init__(self, agent: Any, requests: IO[str], replies: IO[str]) -> None:
         self._agent = agent
@@ -42,7 +43,7 @@ class AgentHost:
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Start and cancel calls of the agent as the requests say. End the process when the requests end."""
+        """Start and cancel calls of the agent as the lines of `requests` say. Exits the process when the lines end."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(_guarded_task)
         lines: asyncio.Queue[str] = asyncio.Queue()
@@ -61,7 +62,7 @@ class AgentHost:
             self._handle(json.loads(await lines.get()))
 
     async def _cancel_all(self) -> None:
-        """Cancel all running calls of the agent, and return once they have ended."""
+        """Cancel all running calls of the agent, and wait until they have ended."""
         calls = list(self._calls.values())
         for call in calls:
             call.cancel()
@@ -88,7 +89,8 @@ class AgentHost:
 
 
 def _told(reward: Any) -> dict[str, Any]:
-    """Return the reward as a field of a reply: a number, or the text of what is no number."""
+    """Return what a reply says of the agent's result: {"reward": number}, or {"no_number": text} if it is not a number.
+    """
     try:
         return {"reward": float(reward)}
     except OverflowError:
@@ -105,7 +107,10 @@ def _guarded_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: An
 
 
 def _take_pipes() -> tuple[IO[str], IO[str]]:
-    """Return standard input and output as files that only this process has, and put others into their places."""
+    """Return standard input and output as files that only this process has. File descriptors 0 and 1 become others.
+
+    Input 0 is then empty, and output to 1 goes to standard error.
+    """
     requests, replies = os.dup(0), os.dup(1)  # programs that are started do not inherit these
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -2,9 +2,9 @@
 
     async def solve(question: Question, base_url: str, api_key: str) -> float
 
-The agent need not know that it is trained. A `def` runs in a thread of its own, an `async def` must not block. It must
-end when it is cancelled, or when its requests get status 410. With `task.agent_python` it runs in a process of its own,
-whose Python environment may have packages that are incompatible with ours.
+The agent need not know that it is trained. A `def` runs in a thread of its own, an `async def` must not block. The
+agent must end when it is cancelled, or when its requests get status 410. With `task.agent_python` it runs in a separate
+process, whose Python environment may have packages that are incompatible with ours.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ END_S = 5.0
 _MAX_LINE_BYTES = 2**24
 
 Agent = Callable[..., Any]
-"""Called as agent(question, base_url=..., api_key=...). Returns the reward of the episode, or an awaitable of it."""
+"""Called as agent(question, base_url=..., api_key=...). Returns the reward of the episode, directly or as an awaitable.
+"""
 
 
 def open_agents(
     task: TaskConfig, log_file: Path, limits: EpisodeLimits, playing: Callable[[], AbstractContextManager[None]]
 ) -> AgentRunner:
-    """Return the runner of `task.agent`. Its process and its endpoint start with the first episode.
+    """Return the runner of `task.agent`. Its endpoint and the agent's process start with the first episode.
 
     Args:
-        log_file: gets the output of an agent in a process of its own.
+        log_file: where a separate process of the agent writes its output.
         playing: see AgentRunner.
 
     Raises:
-        ConfigError: the agent can't be imported or called, or task.agent_python is no Python.
+        ConfigError: the agent can't be imported or called, or task.agent_python can't be executed.
     """
     if not task.agent_python:
         agent: Agent = load_agent(task.agent)
@@ -79,7 +80,7 @@ def open_agents(
 
 
 def load_agent(name: str) -> Agent:
-    """Return the agent that `task.agent` names as `module:name`.
+    """Import the agent `name`, a `module:name`, and check its arguments.
 
     Raises:
         ConfigError: `name` can't be imported, or can't be called as agent(question, base_url=..., api_key=...).
@@ -96,13 +97,13 @@ def load_agent(name: str) -> Agent:
 
 
 class AgentRunner:
-    """Plays a worker's episodes by calls of its agent, many at the same time.
+    """Plays a worker's episodes by calling its agent, many at the same time.
 
-    Each episode has a session and a key of its own.
+    Each episode has its own session and API key.
 
     Args:
-        max_concurrent_agents: how many calls of the agent run at the same time. Further episodes wait.
-        playing: a context for the worker's status, entered while an episode is played, and not while it waits.
+        max_concurrent_agents: how many calls of the agent may run simultaneously. Further episodes wait.
+        playing: makes a context that shows the episode in the worker's status, entered once the call may run.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class AgentRunner:
         self._playing = playing
 
     async def run(self, question: Question, open_session: Callable[[], Session]) -> Episode:
-        """Play an episode: the agent works on a question. If it fails, play once more with a fresh session.
+        """Play an episode: call the agent with a question. If it fails, play once more with a new session.
 
         Raises:
             AsyncRLError: the engine failed, or the process of the agent can't start.
@@ -134,7 +135,7 @@ class AgentRunner:
         return episode.with_reward(attempt.reward) if episode.rows else episode
 
     async def aclose(self) -> None:
-        """End the endpoint and the agent's process, if they were started."""
+        """Stop the endpoint and the agent's process, if they were started."""
         await self.endpoint.aclose()
         if isinstance(self._agent, AgentProcess):
             await self._agent.aclose()
@@ -155,11 +156,11 @@ class _AgentAttempt(Attempt):
         """The reward that the agent returned, or 0 if it did not return."""
 
     async def play(self) -> None:
-        """Run the agent to its end, and keep its reward.
+        """Call the agent, wait until it returns, and record its reward.
 
         Raises:
             OverdueError: the agent asked for no reply within timeouts.turn_s.
-            EpisodeOver: the agent failed after a refusal because no turn or no room was left.
+            EpisodeOver: the agent failed after a request was refused because no turn or no room was left.
             ModelAtFaultError: the agent raised after a reply of the model, which may have caused the error.
             EpisodeFailedError: the agent failed in another way.
             AsyncRLError: the engine failed.
@@ -197,7 +198,7 @@ class _AgentAttempt(Attempt):
         self.tool_counts.calls = self.session.counts.tool_calls
 
     async def _wait(self, running: asyncio.Task[Any]) -> None:
-        """Wait until the agent has ended.
+        """Wait until the call of the agent has ended.
 
         Raises:
             OverdueError: no request of the agent was running for timeouts.turn_s.
@@ -211,11 +212,11 @@ class _AgentAttempt(Attempt):
 
 
 class AgentProcess:
-    """An agent in a process of its own. The process starts with the first call, and again after its death.
+    """An agent in a separate process, which starts with the first call. If it dies, the next call starts another.
 
     Args:
         name: the agent, as `module:name`. Only the process imports it.
-        log_file: gets the agent's output.
+        log_file: where the process writes the agent's output.
         python: the interpreter of the agent's own environment. Empty: the interpreter of this process.
     """
 
@@ -240,7 +241,7 @@ class AgentProcess:
         await self._running()
 
     async def __call__(self, question: Question, base_url: str, api_key: str) -> float:
-        """Let the agent work on a question, and return its reward. If cancelled, cancel the agent too.
+        """Call the agent with a question, and return its reward. Cancelling this call cancels the agent's call too.
 
         Raises:
             EpisodeFailedError: the process died meanwhile, or the agent returned no number.
@@ -264,7 +265,7 @@ class AgentProcess:
             del self._calls[number]
 
     async def aclose(self) -> None:
-        """End the process, by force if it does not end by itself."""
+        """End the process. If it does not end by itself within END_S, kill it."""
         if self._starting is None:
             return
         with suppress(ProcessDiedError, WaitTimeoutError):
@@ -280,7 +281,10 @@ class AgentProcess:
             self._reading.cancel()
 
     async def _running(self) -> asyncio.subprocess.Process:
-        """Return the agent's process. Start one if none runs, or raise if it died MAX_DEATHS times."""
+        """Return the agent's process.
+
+        If none runs, start one, or raise ProcessDiedError if it has died MAX_DEATHS times.
+        """
         if self._starting is None or (self._starting.done() and _has_ended(self._starting)):
             if self._num_deaths >= MAX_DEATHS:
                 raise ProcessDiedError(
@@ -322,7 +326,7 @@ class AgentProcess:
         return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Give each reply to its call until the process ends. Then fail the calls without an answer.
+        """Read replies from the process until it ends, and hand each to its call. Then fail the calls without a reply.
 
         A process that writes anything but replies is killed: its later replies could not be trusted or even read.
         """
@@ -361,7 +365,7 @@ class AgentProcess:
 
 
 async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of a process. Raises TimeoutError after END_S."""
+    """Wait until a process has ended. Raises TimeoutError after END_S."""
     async with asyncio.timeout(END_S):
         await process.wait()
 

@@ -1,6 +1,6 @@
 """Plays episodes with an oracle, a function that writes good replies, for supervised fine-tuning before RL.
 
-The rows contain exactly the tokens that the model meets in training, with the oracle's replies instead of sampled ones.
+The rows contain exactly the tokens that the model sees in RL training, with the oracle's replies instead of samples.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from rollout_server.tasks.base import open_task
 _NO_TOOLS = "knows no tools, set sft.base to tiny-qwen3-tools, or to the folder of a model that knows them"
 
 Oracle = Callable[[Sequence[Message], random.Random], str]
-"""Takes (the conversation so far, a source of random numbers) and returns a reply. Tool calls are text of the reply, in
-the form of the model's chat template."""
+"""A function from (the conversation so far, a source of random numbers) to a reply. It writes tool calls as text of the
+reply, in the form of the model's chat template."""
 
 _conversation: ContextVar[Sequence[Message]] = ContextVar("conversation")
-"""The messages that the oracle answers."""
+"""The messages to which the oracle replies."""
 
 
 class Demonstrator:
-    """Plays the episodes of a task with the replies of `sft.oracle`. `async-rl sft` trains on them.
+    """Plays the episodes of a task with replies of `sft.oracle`. `async-rl sft` trains the model on these episodes.
 
-    The environment, the agent or the tools of the task are the same as in training. What an agent in a process of its
-    own prints goes to a file next to the model: runs/a/model.agent.log.
+    The environment, agent and tools are those of RL training. An agent in a separate process writes its output to a
+    file next to the model, for example runs/a/model.agent.log.
 
     Args:
         tokenizer: the tokenizer of sft.base.
@@ -76,9 +76,9 @@ class Demonstrator:
         self._rewards = open_rewards(config, self._task)
 
     def play(self, count: int) -> list[Episode]:
-        """Play one episode for each of the first `count` prompts, or for all if there are fewer, and return them.
+        """Play and return one episode for each of the first `count` prompts, or for all prompts if there are fewer.
 
-        The same run.seed gives the same episodes. Failed ones have no rows.
+        The same run.seed gives the same episodes. Failed episodes have no rows.
 
         Raises:
             ConfigError: the oracle raised or returned no text, the chat template does not know the tools of the
@@ -121,12 +121,12 @@ class Demonstrator:
 
 
 class OracleSession(Session):
-    """A session whose replies an oracle writes. Each ends with the end-of-text token, and all logprobs are 0.
+    """A session whose replies come from an oracle. Each reply ends with the end-of-text token; all logprobs are 0.
 
-    A reply that is too long is cut off where the engine would cut it off.
+    A reply that is too long is cut where the engine would cut it.
 
     Args:
-        base: sft.base, for an error.
+        base: sft.base, for error messages.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class OracleSession(Session):
 
 
 def load_oracle(name: str) -> Oracle:
-    """Return the oracle `name`. A call of it raises ConfigError if it fails, or returns no text.
+    """Import the oracle `name`, and wrap it: a call raises ConfigError if the oracle fails or returns no text.
 
     Raises:
         ConfigError: `name` can't be imported, or can't be called with messages and a source of random numbers.
@@ -188,7 +188,7 @@ def load_oracle(name: str) -> Oracle:
 
 
 def summary_of(episodes: Sequence[Episode]) -> str:
-    """Return a line with the number of episodes, their mean reward, and how many did not end by themselves."""
+    """Return a line of text: the number of episodes with rows, their mean reward, and how many ended early."""
     rewards = [episode.reward for episode in episodes if episode.rows]
     text = f"{len(rewards)} episodes of the oracle, mean reward {sum(rewards) / len(rewards):.3f}"
     others = [episode for episode in episodes if episode.end != "done"]

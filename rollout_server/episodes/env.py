@@ -28,7 +28,7 @@ _METHODS = ("start", "step", "close")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The answer of an environment to a reply of the model: what the model sees next, the reward, and the end."""
+    """An environment's response to a reply of the model: new messages, the reward, and whether the episode is done."""
 
     messages: Sequence[Message] = ()
     """The messages that the model sees next, at least one unless the episode is done."""
@@ -36,34 +36,36 @@ class Step:
     """The reward of this turn. The reward of the episode is the sum over its turns."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log, of at most 64 names in one episode. The last value of each name counts for the episode."""
+    """Numbers to log, under at most 64 names in one episode. The last value of each name counts for the episode."""
 
 
 class Env(Protocol):
-    """The methods that a class for `task.env` must have. An object of it plays one episode."""
+    """The methods that a class for `task.env` must have. An instance plays one episode."""
 
     @property
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
-        """The tools that the model may call, known before `start`. An attribute of the class will do.
+        """The tools that the model may call. It is read before `start`; a class attribute is enough.
 
-        A function is a tool as in `task.tools`. The episode calls the tools and shows the model the results. `step`
-        gets only replies that call no tool, or a Tool without a function.
+        A function becomes a tool as in `task.tools`. The episode calls the tools and shows the model the results.
+        `step` gets only two kinds of replies: those without tool calls, and those that call a Tool without a function.
         """
 
     async def start(self) -> Sequence[Message]:
         """Return the messages that the model sees first, at least one."""
 
     async def step(self, reply: Message) -> Step:
-        """Return the answer to a reply of the model, a message with `content` and, if it calls tools, `tool_calls`."""
+        """Return the environment's response to a reply: a message with `content` and, if it calls tools, `tool_calls`.
+        """
 
     async def close(self) -> None:
-        """Release the episode's resources. It is called once, also after an error, a timeout or a cancelled call."""
+        """Release the episode's resources. Called once, also after an error, a timeout or a cancelled call."""
 
 
 class QuestionEnv:
-    """A question with tools as an environment: it is done with the first reply that calls no tool.
+    """An environment for a question with tools. The episode is done with the first reply that calls no tool.
 
-    It gives no reward. The reward function of the run scores the answers of a whole group, see `Episode.answer`.
+    The environment gives no reward. The run's reward function scores the answers of a whole group, see
+    `Episode.answer`.
     """
 
     def __init__(self, question: Question, tools: Sequence[Tool]) -> None:
@@ -81,18 +83,17 @@ class QuestionEnv:
 
 
 MakeEnv = Callable[[Question | None, int, int], Env]
-"""Takes (question, index, seed) and returns a fresh environment.
+"""A function from (question, index, seed) to a new environment.
 
 The question is the task's, or None if the run has only an environment. All episodes of a group have the same question
-and index, and different seeds. Held-out episodes have the indices -1, -2, ...
-"""
+and index, and different seeds. Held-out episodes have the indices -1, -2, ..."""
 
 
 def load_env(name: str, params: Mapping[str, Any] | None, has_questions: bool) -> MakeEnv:
-    """Return the function that makes environments of the class `name`.
+    """Import the environment class `name`, and return a function that creates its instances.
 
     Args:
-        params: the other arguments of the class (task.params). None: the class gets none, because with task.name they
+        params: further arguments of the class (task.params). None: the class gets none, because with task.name they
             belong to the task.
         has_questions: whether the run has a task with questions.
 
@@ -130,7 +131,7 @@ def load_env(name: str, params: Mapping[str, Any] | None, has_questions: bool) -
 
 
 def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
-    """Return the function that makes an environment of `task.env` for (a prompt of the run's task, a seed).
+    """Return a function that creates an environment of class `task.env` from (a prompt of the run's task, a seed).
 
     Raises:
         ConfigError: the class can't be imported, is no environment, or can't be called with task.params.

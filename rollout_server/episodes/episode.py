@@ -1,4 +1,4 @@
-"""An episode that has ended, its trainable rows, and the rows of a group of episodes for the learner."""
+"""A finished episode, its trainable rows, and the rows of a group of episodes for the learner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDS: tuple[End, ...] = get_args(End)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRow:
-    """One trainable row, prompt included. It has S >= 2 tokens, and the last one is trained."""
+    """One trainable row, prompt included. It has S >= 2 tokens; the last token is trained."""
 
     tokens: IntArray  # [S]
     logprobs: FloatArray  # [S] behaviour logprobs, 0 where the mask is False
@@ -45,38 +45,38 @@ class WholeRow:
     finish_reason: str
     """`stop` or `length`: why the last reply ended."""
     support: Support | None = None
-    """[S] the ids that each token of the mask was drawn from, if the engine has recorded them."""
+    """[S] the ids that each trained token was drawn from, if the engine has recorded them."""
     routing: RoutingArray | None = None
-    """[S - 1, layers, k] the experts that each token but the last was fed through first, if the engine has recorded
-    them."""
+    """[S - 1, layers, k] the experts that each token except the last was fed through in its first forward pass, if
+    the engine has recorded them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """An episode that has ended."""
+    """A finished episode."""
 
     rows: tuple[WholeRow, ...]
-    """Its trainable rows. Empty if it failed, is dropped, or sampled no reply."""
+    """The trainable rows. Empty if the episode failed, was dropped, or sampled no reply."""
     answer: str
     """The content of the model's last reply."""
     end: End
-    """done: the environment ended it, or it answers a question. length, turns: no room or no turn was left. timeout:
-    see `error`. error: the agent raised because of the model's reply, and the reward is 0. failed: the environment or
-    the agent failed, and the episode has no rows."""
+    """Why the episode ended. done: the environment ended it, or it answered a question. length, turns: no room or no
+    turn was left. timeout: see `error`. error: the agent raised because of the model's reply, and the reward is 0.
+    failed: the environment or the agent failed, and the episode has no rows."""
     error: str = ""
-    """Why the episode ended, as a sentence. Empty if it is done."""
+    """Why the episode ended, as a sentence. Empty if `end` is done."""
     error_kind: str = ""
-    """Equal for errors of the same class and place, whatever their texts."""
+    """A text that is equal for errors of the same class and source line, whatever their messages."""
     traceback: str = ""
     """The traceback of the environment's or the agent's error."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics with the keys `EPISODE_METRICS`, and the environment's as `env/<name>`. Empty for a question."""
+    """Metrics with the keys `EPISODE_METRICS`, and those of the environment as `env/<name>`. Empty for a question."""
     messages: tuple[Message, ...] = ()
-    """The conversation as the model saw it last, and its last reply."""
+    """The conversation that the model saw last, with its last reply."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Scores and metrics by the name of the reward. `env`: the reward of the environment or the agent."""
     has_verdict: bool = True
-    """False: a reward gave no verdict, so the episode has no rows."""
+    """False: a reward could not score the episode, so it has no rows."""
 
     @property
     def reward(self) -> float:
@@ -84,7 +84,10 @@ class Episode:
         return sum(reward for row in self.rows for reward in row.turn_rewards)
 
     def with_reward(self, reward: float, rewards: Mapping[str, float] = MappingProxyType({})) -> Episode:
-        """Return the episode with `reward` added to its last turn, and with the parts of it in `rewards`."""
+        """Return a copy of the episode with `reward` added to its last turn.
+
+        `rewards` are the parts of that reward, by name.
+        """
         *rows, last = self.rows
         *earlier, last_reward = last.turn_rewards
         last = replace(last, turn_rewards=(*earlier, last_reward + reward))
@@ -95,17 +98,17 @@ EPISODE_METRICS = (
     "turns", "tool_calls", "failed_tool_calls", "tool_s", "generate_s", "duration_s", "sampled_tokens",
     "observed_tokens", "timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls",
 )  # fmt: skip
-"""The metrics of every episode with turns. `timeouts` counts overdue calls and an overdue episode, `failed` counts
-attempts."""
+"""The metrics of every multi-turn episode. `timeouts` counts overdue calls and an overdue episode; `failed` counts
+failed attempts."""
 
 _SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", "dropped_rows")
-"""Counts of rare things. The log has their sum over a step, and the mean of the other metrics."""
+"""Counts of rare events. The log has their sum over a step; for the other metrics it has the mean."""
 
 
 def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
-    """Yield the metrics `episode/<name>` of several episodes: the sum of rare counts, the mean of all others.
+    """Yield the metrics `episode/<name>` over several episodes: the sum of rare counts, the mean of the others.
 
-    `episode/ended` is the number of episodes, the weight of the means over several steps.
+    `episode/ended`, the number of episodes, is the weight for averaging the means over steps.
     """
     if episodes:
         yield Metric(ENDED_EPISODES, len(episodes), "sum", unit="episodes")
@@ -121,7 +124,7 @@ def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]
 
 
 class GroupRows(NamedTuple):
-    """Four fields of `Group`, made of a group's episodes."""
+    """Four fields of `Group`, computed from a group's episodes."""
 
     prompt_tokens: IntArray  # [P]
     rows: tuple[Row, ...]
@@ -130,11 +133,12 @@ class GroupRows(NamedTuple):
 
 
 def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: int) -> GroupRows:
-    """Return the rows of a group whose episodes have turns: the last `max_rows` rows of each episode.
+    """Return the shared prompt and the rows of a group of multi-turn episodes: each episode's last `max_rows` rows.
 
     Args:
         episodes: at least one has rows. Episodes without rows are left out.
-        max_prompt_tokens: the most tokens of the group's prompt.
+        max_prompt_tokens: the longest prompt of the group. The rest of a longer common start belongs to each row's
+            response, where it is masked.
     """
     played = [episode for episode in episodes if episode.rows]
     kept = [_last_rows(episode.rows, max_rows) for episode in played]
@@ -151,7 +155,7 @@ def _left_out(episodes: Sequence[Episode]) -> tuple[str, ...]:
 
 
 def _last_rows(rows: Sequence[WholeRow], max_rows: int) -> Sequence[WholeRow]:
-    """Return the last `max_rows` rows. Rewards of the other rows are added to the first turn that is kept."""
+    """Return the last `max_rows` rows. The rewards of dropped rows are added to the first turn that is kept."""
     dropped, (first, *rest) = rows[:-max_rows], rows[-max_rows:]
     earned = sum(reward for row in dropped for reward in row.turn_rewards)
     reward, *later = first.turn_rewards
@@ -159,7 +163,11 @@ def _last_rows(rows: Sequence[WholeRow], max_rows: int) -> Sequence[WholeRow]:
 
 
 def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:
-    """Return the rows of a group without turns: the answer of each episode to the question `prompt_tokens`."""
+    """Return the rows of a group without turns: each episode's answer to the question.
+
+    Args:
+        prompt_tokens: [P] the tokens of the question.
+    """
     rows = (
         _row(row, len(prompt_tokens), row.turn_rewards[0], episode.rewards)
         for episode in episodes for row in episode.rows
@@ -168,7 +176,7 @@ def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> Group
 
 
 def _rows(rows: Sequence[WholeRow], num_prompt: int, rewards: Mapping[str, float]) -> Iterator[Row]:
-    """Yield the rows of one episode. Each has the episode's reward, the sum over all turns."""
+    """Yield the rows of one episode. Each has the episode's reward, which is the sum over all turns."""
     reward = float(sum(reward for row in rows for reward in row.turn_rewards))
     for row in rows:
         ends = tuple(end - num_prompt for end in row.turn_ends)

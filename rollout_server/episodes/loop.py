@@ -1,7 +1,7 @@
 """The loop of one episode: its limits, its end, and what happens if the code of an environment or agent fails.
 
-Whatever that code does (raise, hang, leave tasks behind), its episode ends and the fault is counted. `Attempt` is the
-common part. `EnvRunner` plays with environments, where it and the model take turns:
+Whatever that code does (raise, hang, leave tasks behind), its episode ends and the fault is counted. `Attempt` has the
+code that environments and agents share. `EnvRunner` plays with an environment, which alternates with the model:
 
     env.start ──► messages ──► session.reply ──► reply ──► tools, or env.step ──► messages ──► ...
 """
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 CLOSE_S = 10.0
 """The time limit of an environment's `close`."""
 MAX_ATTEMPTS = 2
-"""How often an episode is played if its environment or agent fails, each time with a fresh session."""
+"""How often an episode is played if its environment or agent fails. Each attempt has a new session."""
 END_S = SESSION_CLOSE_S + CLOSE_S + 4 * CANCEL_S
 """How long an attempt may take to end after its time limit: the waits of `Attempt.run`."""
 
@@ -45,15 +45,17 @@ class EpisodeLimits:
     tool_s: float
     """The limit of one tool call."""
     turn_s: float
-    """The limit of one call of the environment. For an agent: of the time between a reply and its next request."""
+    """The limit of one call of the environment. For an agent: the limit between a reply and the agent's next request.
+    """
     episode_s: float
     """The limit of the whole episode."""
     on_timeout: Literal["zero", "partial", "drop"] = "zero"
-    """The reward of an overdue episode. zero: 0. partial: the rewards of its turns. drop: the episode is dropped."""
+    """The reward of an overdue episode: 0 (`zero`) or the rewards of its turns (`partial`). `drop` drops the episode.
+    """
 
     @property
     def longest_s(self) -> float:
-        """The longest time that an episode can take, with all its attempts."""
+        """The longest time that an episode can take, including all its attempts."""
         return MAX_ATTEMPTS * (self.episode_s + END_S)
 
 
@@ -72,16 +74,22 @@ class EpisodeFailedError(Exception):
 
 
 class ModelAtFaultError(EpisodeFailedError):
-    """An agent raised because of the model's reply. The episode ends as `error`: it keeps its rows, with reward 0."""
+    """An agent raised because of the model's reply.
+
+    The episode ends as `error`: it keeps its rows, and its reward is 0.
+    """
 
     end: End = "error"
 
 
 def finite(value: Any, what: str) -> float:
-    """Return a reward or a metric as a float.
+    """Return a reward or a metric of user code as a float.
+
+    Args:
+        what: names the value in error messages.
 
     Raises:
-        EpisodeFailedError: `value`, called `what` in the message, is no finite number.
+        EpisodeFailedError: `value` is not a finite number.
     """
     try:
         number = float(value)
@@ -95,7 +103,10 @@ def finite(value: Any, what: str) -> float:
 
 
 async def first_success(attempt: Callable[[], Awaitable[Episode]]) -> Episode:
-    """Play an episode, and once more if its environment or agent fails. Return the last attempt."""
+    """Play an episode, up to MAX_ATTEMPTS times while its environment or agent fails.
+
+    Returns the last attempt's episode.
+    """
     num_failed = 0
     while True:
         episode = await attempt()
@@ -108,7 +119,7 @@ class Attempt(ABC):
     """One attempt to play an episode. A subclass plays it with an environment or an agent.
 
     Args:
-        session: a fresh session. The attempt closes it.
+        session: a new session. The attempt closes it.
     """
 
     def __init__(self, limits: EpisodeLimits, session: Session) -> None:
@@ -125,15 +136,15 @@ class Attempt(ABC):
         """Play the episode; return when it is done.
 
         Raises:
-            EpisodeOver, OverdueError, EpisodeFailedError, ModelAtFaultError: something else has ended it.
+            EpisodeOver, OverdueError, EpisodeFailedError, ModelAtFaultError: the episode ended for another reason.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the environment, or end the agent's session. It is always called, with a time limit."""
+        """Close the environment, or end the agent's session. Always called, with a time limit."""
 
     async def run(self) -> Episode:
-        """Play within the time limit of the episode, close the session and the rest, and return the episode.
+        """Play within the episode's time limit, close the session and the environment or agent, and return the episode.
 
         Raises:
             AsyncRLError: the engine failed.
@@ -202,9 +213,9 @@ class Attempt(ABC):
 
 
 def _described(error: Exception, default: str = "") -> tuple[str, str, str]:
-    """Return (the text of an error or `default`, its kind, the traceback of the user's code or "").
+    """Describe an error: return (its text or `default`, its kind, the traceback of the user's code or "").
 
-    The kind lists the lines of our traceback, and the class and line of the user's error.
+    The kind consists of the lines of our traceback, and the class and line of the user's error.
     """
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
     fault = error.fault if isinstance(error, EpisodeFailedError) else None
@@ -217,8 +228,8 @@ class EnvRunner:
     """Plays a worker's episodes with environments, many at the same time.
 
     Args:
-        max_concurrent_calls: the limit of simultaneous calls of tools and environments, in all episodes together.
-        playing: a context for the worker's status, entered while an episode is played.
+        max_concurrent_calls: how many calls of tools and environments may run simultaneously, over all episodes.
+        playing: makes a context that shows the episode in the worker's status, entered while it is played.
     """
 
     def __init__(
@@ -230,7 +241,7 @@ class EnvRunner:
         self._places = asyncio.Semaphore(max_concurrent_calls)
 
     async def run(self, open_env: Callable[[], Env], open_session: Callable[[], Session]) -> Episode:
-        """Play an episode to its end and return it. If the environment fails, play it once more with a fresh one.
+        """Play an episode and return it. If the environment fails, play it once more with a new environment.
 
         Raises:
             AsyncRLError: the engine failed.
@@ -252,7 +263,7 @@ class _EnvAttempt(Attempt):
         self._env: Env | None = None
 
     async def play(self) -> None:
-        """Let the environment and the model speak in turn until the environment is done."""
+        """Alternate between the environment and the model until the environment is done."""
         env = self._open()
         messages = _messages(await self._call(env.start, "the environment's start"))
         schemas = self._tools.schemas()
@@ -293,7 +304,10 @@ class _EnvAttempt(Attempt):
         return env
 
     async def _call(self, method: Callable[[], Awaitable[Result]], what: str) -> Result:
-        """Return the result of a method of the environment, after waiting for a free place.
+        """Call a method of the environment and return its result. Waits first while max_concurrent_calls are running.
+
+        Args:
+            what: names the call in error messages.
 
         Raises:
             OverdueError: the method took longer than timeouts.turn_s.
@@ -318,7 +332,7 @@ def _tool(found: Any) -> Tool:
 
     Raises:
         ConfigError: the entry is a function that can't be described to the model.
-        EpisodeFailedError: it is neither a function nor a Tool, or a Tool with a malformed schema.
+        EpisodeFailedError: the entry is neither a function nor a Tool, or a Tool with a malformed schema.
     """
     if not isinstance(found, Tool):
         if isinstance(found, type) or not callable(found):
@@ -341,10 +355,10 @@ def _tool(found: Any) -> Tool:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Return the messages of an environment, with all content as plain text.
+    """Check the messages of an environment, and return them with each content as plain text.
 
     Raises:
-        EpisodeFailedError: they are no messages with a role and text.
+        EpisodeFailedError: they are not a list of messages with a role and text.
     """
     if isinstance(messages, str | Mapping):
         raise EpisodeFailedError(
@@ -358,12 +372,12 @@ def _messages(messages: Any) -> list[Message]:
 
 
 async def _step(env: Env, reply: Message) -> Step:
-    """Return the environment's step, with its numbers as floats.
+    """Call the environment's `step`, check the result, and return it with its numbers as floats.
 
-    It may raise anything: the classes of the step's values are the environment's too.
+    The check may raise anything, because the classes of the result's values are user code too.
 
     Raises:
-        EpisodeFailedError: it is no Step, has numbers or names that can't be used, or has nothing to reply to.
+        EpisodeFailedError: the result is no Step, has unusable numbers or names, or has nothing to reply to.
     """
     step = await env.step(reply)
     if not isinstance(step, Step):

@@ -1,6 +1,6 @@
-"""Plays the episodes of tasks with turns: with an environment, with an agent, or as questions with tools.
+"""Plays the episodes of multi-turn tasks: with an environment, with an agent, or as questions with tools.
 
-An episode passes through these, from the outside to the inside:
+An episode passes through these functions, from the outside to the inside:
 
     MultiTurnPlayer.play             the n episodes of a request, at the same time
     EnvRunner.run, AgentRunner.run   one episode: once more if the environment or the agent fails
@@ -48,9 +48,9 @@ class EpisodePlayer:
     Args:
         ends: the tokens that end a reply.
         parse: the parser of tool calls, or None; see `open_tool_parser`.
-        log_file: gets the output of an agent in a process of its own.
+        log_file: where a separate process of the agent writes its output.
         on_timeout: see `EpisodeLimits`.
-        waiting: a context for the worker's status, entered while an episode is played.
+        waiting: makes a context that shows the episode in the worker's status, entered while it is played.
 
     Raises:
         ConfigError: the environment, the agent or a tool can't be used as configured, or the chat template can't be
@@ -89,7 +89,7 @@ class EpisodePlayer:
         """Play an episode and return it.
 
         Args:
-            env_seeds: the seed of the environment in the first attempt, the second, ...
+            env_seeds: one seed of the environment for each attempt.
 
         Raises:
             AsyncRLError: the engine failed, or the process of the agent can't start.
@@ -104,13 +104,13 @@ class EpisodePlayer:
         return self._make_env(prompt, next(seeds))
 
     async def aclose(self) -> None:
-        """End the endpoint and the process of agents, if there are any."""
+        """Stop the endpoint and the process of agents, if there are any."""
         if self.agents is not None:
             await self.agents.aclose()
 
 
 class MultiTurnPlayer(Player):
-    """Plays the groups of a worker whose task has turns.
+    """Plays the groups of a worker whose task has several turns.
 
     Args:
         generate: sends a request to the engine.
@@ -174,10 +174,10 @@ class MultiTurnPlayer(Player):
 
 
 def open_tool_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCalls | None:
-    """Return the parser of the model's tool calls, or None if none is known and the run needs none.
+    """Return the parser of the model's tool calls, or None if the format is unknown and the run needs no parser.
 
     Raises:
-        ConfigError: task.tools or rollout.tool_parser is set, and no such parser is known.
+        ConfigError: task.tools or rollout.tool_parser is set, but no parser fits.
     """
     url = server_url if config.rollout.engine_entry.parses_tool_calls else ""
     template, headers = tokenizer.chat_template or "", authorization(config.network)
@@ -201,12 +201,12 @@ class _Waiting:
 class GroupSampler:
     """Samples the replies of one group's sessions from the engine.
 
-    Replies to equal conversations that are asked for at the same time share one request. So with equal first messages
-    the first turn of a group is a single request, like the answers to a question. Every other reply is a request of its
-    own.
+    Sessions that ask for replies to equal conversations at the same time share one request. So with equal first
+    messages the first turn of a group is a single request, like the answers to a question. Every other reply is a
+    separate request.
 
     Args:
-        request: the group's request. The requests for replies differ from it in prompt tokens, n, max_tokens and seed.
+        request: the group's request. Requests for replies are copies with other prompt tokens, n, max_tokens and seed.
     """
 
     def __init__(self, generate: GenerateReplies, request: GenerationRequest) -> None:
@@ -217,7 +217,7 @@ class GroupSampler:
         self._running: set[asyncio.Task[None]] = set()
 
     def of_sample(self, sample: int) -> Generate:
-        """Return the function that samples the replies of episode `sample` of the group."""
+        """Return the function that samples the replies of the group's episode number `sample`."""
         return partial(self._reply, sample, itertools.count())
 
     async def _reply(self, sample: int, turns: Iterator[int], tokens: list[int], max_tokens: int) -> SampledReply:
@@ -258,7 +258,7 @@ class GroupSampler:
                 one.future.set_result(reply)
 
     def _seed(self, prompt: Prompt, waiting: list[_Waiting]) -> int:
-        """Return the seed of a request: the group's own for the first turn of all episodes, else one of its own.
+        """Return the seed of a request: the group's seed for the first turn of all episodes, else a derived seed.
 
         The engine draws the random numbers of a reply from (seed, prompt, number of the reply in its request). So
         replies of different episodes or turns need different seeds.
@@ -271,6 +271,6 @@ class GroupSampler:
 
 
 def _cancel_if_unwanted(task: asyncio.Task[None], waiting: list[_Waiting], _: object) -> None:
-    """Cancel the request `task` if all callers that wait for its replies were cancelled."""
+    """Cancel the request `task` if every caller that waits for one of its replies was cancelled."""
     if all(reply.future.cancelled() for reply in waiting):
         task.cancel()

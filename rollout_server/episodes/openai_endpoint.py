@@ -1,11 +1,11 @@
-"""An HTTP endpoint like OpenAI's. Its chat completions are replies of sessions. Agents get it as their base_url.
+"""An HTTP endpoint like OpenAI's, which agents get as their base_url. Its chat completions are replies of sessions.
 
     POST /s/{key}/v1/chat/completions    tools, streaming, usage
     GET  /s/{key}/v1/models
 
-Each session has a key that nobody can guess. It is part of the base URL, or the bearer token of requests to /v1. The
-policy samples as the run is configured, whatever temperature a request asks for. A reply counts only after all of it
-was written to an open connection, so the learner trains on what the agent has received.
+Each session has a secret key. It is part of the base URL, or the bearer token of requests to /v1. The policy samples as
+the run is configured, whatever temperature a request asks for. A reply counts only after all of it was written to an
+open connection, so the learner trains on what the agent has received.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Ses
 
 MAX_BODY_BYTES = 16 * 2**20
 LARGE_BODY_BYTES = 100_000
-"""Longer bodies are read as JSON in a thread."""
+"""Longer bodies are parsed in a thread."""
 HEAD_S = 75.0
-"""How long a connection may be open without the whole head of a request, at its start and after each reply."""
+"""How long a connection may stay open before the first request and between requests, until the request's head is
+complete."""
 NUM_REMEMBERED = 10_000
-"""The number of remembered ended sessions. A late request to them gets status 410 and not 401."""
+"""The number of ended sessions that are remembered. A late request to one of them gets status 410 instead of 401."""
 _RETRY_COUNT = "x-stainless-retry-count"
 """OpenAI's clients send this header with every request: 0, or the number of the retry."""
 IGNORED: dict[str, tuple[Any, ...]] = {
@@ -43,12 +44,12 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (), "seed": (), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,), "reasoning_effort": (),
 }  # fmt: skip
-"""Parameters without effect: they would change how the policy samples, or need a constrained decoder, whose logprobs
-are of another distribution. Each has the values that change nothing, besides null."""
+"""Parameters that are ignored: they would change how the policy samples, or need a constrained decoder, whose logprobs
+belong to another distribution. Each has the values, besides null, that change nothing and cause no warning."""
 _REFUSED = {
     "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
 }  # fmt: skip
-"""Parameters that get status 400, each with the value that is accepted because it asks for nothing."""
+"""Parameters that get status 400. Each has the value that is accepted because it requests nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +62,9 @@ class OpenSession:
     base_url: str
     """The `base_url` for OpenAI's clients."""
     key: str
-    """The `api_key` for them."""
+    """The `api_key` for OpenAI's clients."""
     idle_since_s: float
-    """The end of the last request, in time.monotonic()."""
+    """When the last request ended, in time.monotonic()."""
     num_running: int = 0
     """The number of running requests."""
     over: EpisodeOver | None = None
@@ -75,7 +76,7 @@ class OpenSession:
 
 
 class OpenAIEndpoint:
-    """The HTTP server of a worker's agents, on a free port."""
+    """The HTTP server for a worker's agents, on a free port."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -109,26 +110,26 @@ class OpenAIEndpoint:
         self._address = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def aclose(self) -> None:
-        """End the server, if it was started."""
+        """Stop the server, if it was started."""
         if self._starting is not None:
             await self._starting
             await self._runner.cleanup()
 
     def open(self, session: Session) -> OpenSession:
-        """Let requests reach a session until `end`, and return it with its base URL and key."""
+        """Make a session reachable until `end` is called, and return it with its base URL and key."""
         key = secrets.token_urlsafe(18)
         opened = OpenSession(session, f"{self._address}/s/{key}/v1", key, idle_since_s=time.monotonic())
         self._open[key] = opened
         return opened
 
     def end(self, key: str) -> None:
-        """Refuse further requests to a session, with status 410."""
+        """Make a session unreachable: further requests get status 410."""
         session = self._open.pop(key).session
         self.counts.update(joined=session.counts.joined, undelivered=session.num_undelivered)
         self._ended.append(key)
 
     def _session(self, request: web.Request) -> OpenSession:
-        """Return the open session whose key a request has.
+        """Return the open session that belongs to the key of a request.
 
         Raises:
             RequestRefusedError: the key is wrong, or the session has ended.
@@ -145,7 +146,7 @@ class OpenAIEndpoint:
     async def _refuse_in_json(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a refused request in the form of OpenAI's errors, whose message its clients show."""
+        """Answer a refused request with an error in OpenAI's format; OpenAI's clients show its message."""
         try:
             return await handler(request)
         except RequestRefusedError as error:
@@ -171,7 +172,7 @@ class OpenAIEndpoint:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "run"}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request with the reply of its session. The reply counts as received when it is written.
+        """Answer a request with a reply of its session. The reply counts as received once it is written.
 
         Raises:
             RequestRefusedError: there is no reply. The error says why.
@@ -223,7 +224,7 @@ def _key_of(request: web.Request) -> str:
 
 
 def _engine_failed(opened: OpenSession, error: Exception) -> RequestRefusedError:
-    """Return the refusal for an error of the engine, and keep the error for the runner of the episode."""
+    """Return the refusal for an error of the engine, and keep the error in the session for the episode's runner."""
     opened.error = opened.error or error
     return RequestRefusedError(500, "engine_failed", f"{type(error).__name__}: {error}")
 
@@ -233,7 +234,7 @@ class _ClientGoneError(Exception):
 
 
 def _is_about_us(record: logging.LogRecord) -> bool:
-    """Return False for errors that aiohttp logs because a client hung up, or does not speak HTTP."""
+    """Return False for log records of aiohttp about a client that hung up or does not speak HTTP."""
     of_client = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
     return not (record.exc_info and isinstance(record.exc_info[1], of_client))
 
@@ -253,7 +254,7 @@ def _running(opened: OpenSession) -> Iterator[None]:
 
 
 async def _asked(request: web.Request) -> CompletionRequest:
-    """Return the body of a request, checked.
+    """Read, check and return the body of a request.
 
     Raises:
         RequestRefusedError: the body is invalid or too long, or its connection breaks.
@@ -277,7 +278,7 @@ def _read(body: bytes) -> CompletionRequest:
 
 
 def _unknown_address(request: web.Request) -> str:
-    """Return a sentence about a wrong address that names the right ones, without the key of a session."""
+    """Return an error message for a wrong address. It names the right addresses, without the key of a session."""
     _, _, rest = request.path.partition("/v1")
     hint = ": call set_default_openai_api('chat_completions')" if rest.startswith("/responses") else ""
     return (
@@ -315,7 +316,7 @@ async def _send(request: web.Request, asked: CompletionRequest, reply: Reply) ->
 
 
 def completion(reply: Reply) -> dict[str, Any]:
-    """Return the body of an answer that is not streamed."""
+    """Return the response body for a reply that is not streamed."""
     message = {**reply.message, "refusal": None}
     if not reply.message["content"] and "tool_calls" in reply.message:
         message["content"] = None
@@ -324,7 +325,10 @@ def completion(reply: Reply) -> dict[str, Any]:
 
 
 def chunks(reply: Reply, with_usage: bool) -> list[dict[str, Any]]:
-    """Return the chunks of a streamed answer. The first one has the whole reply, as its calls are not known earlier."""
+    """Return the chunks of a streamed response.
+
+    The first chunk has the whole reply, as its calls are not known earlier.
+    """
     delta: dict[str, Any] = {"role": "assistant", "content": reply.message["content"]}
     if calls := reply.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
@@ -345,7 +349,7 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 
 class RequestRefusedError(Exception):
-    """An agent's request is refused. The answer has HTTP status `status`, and `code` and the message in JSON."""
+    """Refuses an agent's request. The response has HTTP status `status`, and JSON with `code` and the message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -365,11 +369,11 @@ class CompletionRequest:
     stream_usage: bool
     model: str
     ignored: tuple[str, ...]
-    """The names of parameters that have no effect."""
+    """The names of parameters in the request that have no effect."""
 
     @classmethod
     def from_body(cls, body: Any) -> CompletionRequest:
-        """Return the request that a JSON body holds.
+        """Check a JSON body and return it as a request.
 
         Raises:
             RequestRefusedError: the body is invalid, or asks for something that the policy can't be trained on.
@@ -409,7 +413,7 @@ def _messages(messages: list[Any]) -> list[Message]:
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:
-    """Return the lower of the two limits of a reply that a body may set, or None."""
+    """Return the lower of max_completion_tokens and max_tokens in a body, or None if neither is set."""
     found = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None}
     for name, value in found.items():
         if type(value) is not int or value < 1:

@@ -1,4 +1,4 @@
-"""Plays the episodes of groups. A task without turns needs only this file; `multi_turn.py` plays all others."""
+"""Plays the episodes of groups. Single-turn tasks need only this file; `multi_turn.py` plays all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GenerateReplies = Callable[[GenerationRequest], Awaitable[list[SampledReply]]]
 """Sends a request to the engine and returns its replies."""
 
 Waiting = Callable[[str, str, float, str], AbstractContextManager[None]]
-"""Shows a wait in the worker's status; see WorkerStats.waiting."""
+"""Makes a context that shows a wait in the worker's status; see WorkerStats.waiting."""
 
 
 class Player(ABC):
@@ -29,30 +29,31 @@ class Player(ABC):
 
     @abstractmethod
     async def play(self, request: GenerationRequest) -> list[Episode]:
-        """Play `request.n` episodes of a group, and return them in order. Failed ones have no rows.
+        """Play `request.n` episodes of a group, and return them in order. Failed episodes have no rows.
 
         Raises:
             AsyncRLError: the engine failed.
         """
 
     def drain_counts(self) -> dict[str, int]:
-        """Return counts of the agents' endpoint (`requests`, `retries`, ...) since the last call."""
+        """Return the counts of the agents' endpoint (`requests`, `retries`, ...) since the last call, and reset them.
+        """
         return {}
 
     def drain_notes(self) -> list[str]:
-        """Return the lines for the console since the last call."""
+        """Return the new lines for the console since the last call."""
         return []
 
     async def aclose(self) -> None:
-        """End the endpoint and the process of agents, if there are any."""
+        """Stop the endpoint and the process of agents, if there are any."""
         return None
 
 
 class SingleTurnPlayer(Player):
-    """Plays the episodes of a task without turns.
+    """Plays the episodes of a single-turn task.
 
     All answers to a question are one request to the engine. There are no sessions: they would take CPU from the engine,
-    and nothing follows the one reply.
+    and the conversation ends with the first reply.
     """
 
     def __init__(self, tokenizer: Any, generate: GenerateReplies) -> None:
@@ -63,7 +64,7 @@ class SingleTurnPlayer(Player):
         """Return `request.n` episodes in order, each with one answer and without a reward.
 
         Raises:
-            AsyncRLError: the engine failed, or did not give `request.n` answers.
+            AsyncRLError: the engine failed, or did not return `request.n` answers.
             ValueError: the prompt is empty or has a token that the model does not have.
         """
         replies = await all_replies(self._generate, request)
@@ -82,7 +83,7 @@ class SingleTurnPlayer(Player):
 
 
 async def all_replies(generate: GenerateReplies, request: GenerationRequest) -> list[SampledReply]:
-    """Return the engine's replies to a request. Raises AsyncRLError if they are not `request.n`."""
+    """Send a request to the engine and return its replies. Raises AsyncRLError if their number is not `request.n`."""
     replies = await generate(request)
     if len(replies) != request.n:
         raise AsyncRLError(
@@ -93,7 +94,7 @@ async def all_replies(generate: GenerateReplies, request: GenerationRequest) -> 
 
 
 def _row(prompt: IntArray, reply: SampledReply) -> WholeRow:
-    """Return the row of a prompt and its reply, equal to the row that a session would make."""
+    """Return the row for a prompt and its reply. It is equal to the row that a session would make."""
     length = len(prompt)
     return WholeRow(
         tokens=np.concatenate([prompt, reply.tokens]).astype(np.int32),

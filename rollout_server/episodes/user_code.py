@@ -1,7 +1,7 @@
 """Runs the code of a user's environments, tools, agents and rewards, and describes its errors.
 
-Calls have time limits, also if they can't be cancelled, and none can end the event loop. This module uses the standard
-library only, because agent_host.py imports it in the Python environment of an agent.
+Calls have time limits, even if they can't be cancelled, and no call can end the event loop. This module uses the
+standard library only, because agent_host.py imports it in the Python environment of an agent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 MAX_CHARACTERS = 2_000
-"""The longest kept text of an error. Some errors contain the whole response of a server."""
+"""The longest text of an error; the rest is cut off. Some errors contain the whole response of a server."""
 MAX_TRACEBACK_CHARACTERS = 8_000
-"""The longest kept traceback. A longer one loses its middle."""
+"""The longest traceback. The middle of a longer one is cut out."""
 
 _OUTSIDE = (OSError, MemoryError, ImportError, NameError, SyntaxError, asyncio.CancelledError)
 _OUTSIDE_NAMES = {"AsyncRLError", "APIConnectionError", "TransportError", "ClientConnectionError"}
-"""Further classes, by name: this project's errors, and lost connections of openai, httpx and aiohttp. The environment
-of an agent may have any version of these packages, or none."""
+"""Names of further error classes that no reply of the model causes: this project's errors, and lost connections of
+openai, httpx and aiohttp. An agent's environment may have any version of these packages, or none."""
 _OUTSIDE_STATUSES = (401, 403, 408, 429)
 """HTTP statuses, besides 500 and up, that say nothing about the request itself."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -34,8 +34,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 class CodeExitError(Exception):
     """A user's code raised an error that is no `Exception`: SystemExit, CancelledError, ... It is the `__cause__`.
 
-    asyncio would end the whole event loop for SystemExit and KeyboardInterrupt, and take a CancelledError for a
-    cancellation by the caller.
+    Left alone, SystemExit and KeyboardInterrupt would end asyncio's whole event loop, and CancelledError would look
+    like a cancellation by the caller.
     """
 
     __cause__: BaseException
@@ -46,16 +46,16 @@ class CodeExitError(Exception):
 
 
 class Fault(NamedTuple):
-    """An error of a user's code, as text that fits into JSON."""
+    """An error of user code, as text that fits into JSON."""
 
     name: str
-    """The name of its class."""
+    """The name of the error's class."""
     text: str
     at: str
-    """`file:line` of the innermost line of the user's own code, or "" if the error has no traceback."""
+    """`file:line` of the innermost line of the user's code, or "" if the error has no traceback."""
     traceback: str
     is_outside: bool
-    """True if no reply of the model can cause errors of this kind; see `_is_outside`."""
+    """True if a reply of the model can't have caused the error; see `_is_outside`."""
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 
 
 class AgentRaisedError(Exception):
-    """An agent in its own process raised an error, which is here as `fault`."""
+    """An agent in a separate process raised an error. `fault` describes it."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -120,11 +120,11 @@ class GuardedCoroutine(Coroutine[Any, Any, Any]):
 
 
 def _is_outside(error: BaseException) -> bool:
-    """Return whether no reply of the model can cause an error of this kind.
+    """Return whether the error is of a kind that a reply of the model can't cause.
 
-    These are errors of the host, its files, memory and network (OSError includes ConnectionError and TimeoutError), a
-    server that is overloaded or refuses the key, cancellations, and bugs in the code itself, such as a wrong import or
-    name.
+    These are errors of the host, its files, memory and network (OSError includes ConnectionError and TimeoutError), of
+    a server that is overloaded or refuses the key, cancellations, and bugs in the code itself, such as a wrong import
+    or name.
     """
     if isinstance(error, _OUTSIDE) or not _OUTSIDE_NAMES.isdisjoint(base.__name__ for base in type(error).__mro__):
         return True
@@ -134,7 +134,7 @@ def _is_outside(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its causes and contexts, and the members of exception groups among them."""
+    """Yield an error, its causes and contexts, and the members of any exception groups among them."""
     left, seen = [error], set[int]()
     while left:
         error = left.pop()
@@ -147,20 +147,23 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """Return the errors in an ExceptionGroup. Other errors have none."""
+    """Return the errors in an ExceptionGroup; [] for any other error."""
     found = _attribute(error, "exceptions")
     return [each for each in found if isinstance(each, BaseException)] if isinstance(found, tuple) else []
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost `file:line` of a traceback outside installed packages, or else the innermost of all."""
+    """Return the innermost `file:line` of a traceback outside installed packages.
+
+    If all are inside, the innermost of all.
+    """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [place for place in places if not place[0].startswith(("<", *_LIBRARIES)) and "-packages/" not in place[0]]
     return "{}:{}".format(*(own or places)[-1]) if places else ""
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error. A user's class may fail to make one."""
+    """Return the text of an error. If the `__str__` of a user's class raises, return a placeholder."""
     try:
         return str(error)
     except Exception:
@@ -180,7 +183,7 @@ def _printable(text: str) -> str:
 
 
 CANCEL_S = 1.0
-"""How long a cancelled task may take to end. After that it is given up and runs on by itself."""
+"""How long a cancelled task may take to end. After that it is given up: it runs on, and nobody waits for it."""
 _CREATED: contextvars.ContextVar[set[asyncio.Task[Any]] | None] = contextvars.ContextVar("created_tasks", default=None)
 """The unfinished tasks that an episode's user code has created. None outside such code."""
 
@@ -194,8 +197,8 @@ class OverdueError(TimeoutError):
 class ForeignCode:
     """Runs the code of one episode's environment, tools or agent under time limits.
 
-    It records the tasks that this code creates (asyncio.create_task), and can end those left over. None of its tasks
-    can end the event loop: SystemExit and KeyboardInterrupt become a CodeExitError in the task that raised them.
+    It records the tasks that this code creates (asyncio.create_task), and can end those left over. No such task can end
+    the event loop: SystemExit and KeyboardInterrupt become a CodeExitError in the task that raised them.
     """
 
     def __init__(self) -> None:
@@ -208,9 +211,14 @@ class ForeignCode:
         """Calls that did not end when they were cancelled."""
 
     async def call(self, function: Callable[[], Awaitable[Result]], limit_s: float, what: str) -> Result:
-        """Await the function in a task and return its result. At the limit, cancel it and wait at most CANCEL_S more.
+        """Await `function` in a task and return its result.
 
-        If the caller is cancelled, the task is too; see `end_cancelled_calls`.
+        At the limit, cancel the task and wait at most CANCEL_S more.
+
+        If the caller is cancelled, the task is cancelled too; see `end_cancelled_calls`.
+
+        Args:
+            what: names the call in error messages.
 
         Raises:
             OverdueError: the call took longer than `limit_s`.
@@ -236,18 +244,20 @@ class ForeignCode:
         raise OverdueError(f"{what} took longer than {limit_s:g} s")
 
     async def end_cancelled_calls(self) -> None:
-        """Cancel the calls whose callers were cancelled, and wait at most CANCEL_S for their end.
+        """Cancel the calls whose callers were cancelled, and wait at most CANCEL_S until they end.
 
-        Those that still run are left alone and count in `num_given_up`.
+        Called after the episode.
+
+        Calls that are still running then are left alone and counted in `num_given_up`.
         """
         if self._cancelled:
             await self._end(list(self._cancelled))
             self._cancelled.clear()
 
     async def end_created_tasks(self) -> int:
-        """Cancel the tasks that the user's code created and left running, and return their number.
+        """Cancel the tasks that the user's code created and left running. Returns the number of these tasks.
 
-        It waits at most CANCEL_S for their end. Those that still run count in `num_given_up`.
+        It waits at most CANCEL_S until they end. Tasks still running then are counted in `num_given_up`.
         """
         left = [task for task in self._created if not task.done()]
         if left:
@@ -269,7 +279,7 @@ async def _awaited(function: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def _record_created_tasks() -> None:
-    """Make the running loop record each new task in the ForeignCode whose code creates it."""
+    """Make the running event loop record each new task in the ForeignCode whose code created it."""
     loop = asyncio.get_running_loop()
     inner = loop.get_task_factory()
     if isinstance(inner, _RecordingFactory):
@@ -278,7 +288,8 @@ def _record_created_tasks() -> None:
 
 
 class _RecordingFactory:
-    """A task factory that guards the coroutines of user code, and records their tasks in `_CREATED` of its context."""
+    """A task factory for the event loop. It guards the coroutines of user code, and records their tasks in `_CREATED`.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner or _new_task
@@ -299,7 +310,7 @@ def _new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -
 
 
 async def called(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-    """Call a user's `def` in a thread of its own, or await an `async def`. Return the result.
+    """Call a user's function and return the result. A `def` runs in a thread of its own, an `async def` is awaited.
 
     Raises:
         CodeExitError: a `def` raised an error that is no Exception, for example SystemExit.
@@ -313,8 +324,8 @@ async def called(function: Callable[..., Any], /, *arguments: Any, **options: An
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Run a function that may block in a daemon thread of its own, and return its result.
 
-    asyncio.to_thread has few threads, and one that hangs is lost to all callers. If the caller is cancelled, the thread
-    runs on, and its result is dropped.
+    asyncio.to_thread has few threads, and a thread that hangs is lost to all callers. If the caller is cancelled, the
+    function runs to its end and its result is dropped.
 
     Raises:
         CodeExitError: the function raised an error that is no Exception, for example SystemExit.

@@ -1,4 +1,4 @@
-"""The tokens of a conversation: `rendering.py` makes them of messages, `reply_reader.py` reads messages from them.
+"""The tokens of a conversation: `rendering.py` turns messages into tokens, `reply_reader.py` tokens into messages.
 `session.py` keeps the tokens of one conversation.
-Players and agents import it.
+Players and agents import this package.
 """

@@ -1,4 +1,4 @@
-"""The messages of a conversation in the format of OpenAI's chat completions, and digests to compare conversations."""
+"""The messages of a conversation, in the format of OpenAI's chat completions, and digests to compare conversations."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One message. A reply of the model has the role `assistant`, and `tool_calls` if it calls tools."""
+    """One chat message. The model's replies have the role `assistant`, and the field `tool_calls` if they call tools.
+    """
 
     role: Required[str]
     content: Required[str]
     tool_calls: list[ToolCall]
     tool_call_id: str
-    """Of a message with the role `tool`: the id of the call that it answers."""
+    """Only for the role `tool`: the id of the call that the message answers."""
     name: str
-    """Of a message with the role `tool`: the tool's name."""
+    """Only for the role `tool`: the tool's name."""
 
 
 ROLES = ("system", "user", "assistant", "tool")
-"""The roles of messages. `developer`, OpenAI's newer name of `system`, is read as `system`."""
+"""The allowed roles. `developer`, OpenAI's newer name of `system`, is read as `system`."""
 
 
 def user(text: str) -> Message:
@@ -49,7 +50,9 @@ def user(text: str) -> Message:
 
 
 def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
-    """Return the messages of an agent or environment with all content as one text, also null and lists of parts.
+    """Check the messages of an agent or environment, and return them with each content as one text.
+
+    Content that is null or a list of parts is converted.
 
     Raises:
         ValueError: a message has a role that is not in ROLES, content that is not text, or malformed tool calls.
@@ -85,7 +88,7 @@ def _plain_text(content: Any, position: int) -> str:
 
 
 def _part_text(part: Any, position: int) -> str:
-    """Return the text of one part of a message's content, which is a `text` or an assistant's `refusal`."""
+    """Return the text of one part of a message's content, which must be a `text` or an assistant's `refusal`."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if isinstance(text, str):
@@ -116,15 +119,15 @@ def _tool_call(call: Any, position: int) -> ToolCall:
 
 
 def tools_text(tools: Sequence[Schema]) -> str:
-    """Return the descriptions of tools as short JSON text. Equal descriptions give the same text."""
+    """Return the descriptions of tools as compact JSON. Equal descriptions give equal text."""
     return json.dumps(list(tools), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
-    """Return the digests of the first n messages for n = 0..len(messages).
+    """Return len(messages) + 1 digests: entry n is the digest of the first n messages, with the tools.
 
-    Equal digests mean the same conversation with the same tools. Ids, `name`, white space around replies and the
-    spelling of arguments in JSON do not count, because agents change them.
+    Equal digests mean the same conversation with the same tools. Ids, `name`, white space around replies and the JSON
+    spelling of arguments are left out, because agents change them.
     """
     digests = [_digest(b"", [tools_text(tools)])]
     for message in messages:
@@ -133,7 +136,11 @@ def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list
 
 
 def extended_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation with the digest `digest`, extended by one message."""
+    """Return the digest of a conversation after one more message.
+
+    Args:
+        digest: the digest of the conversation without that message.
+    """
     return _digest(digest, _identity(message))
 
 

@@ -1,7 +1,7 @@
-"""Renders messages to tokens, and only the new ones, so that no token of a conversation is made again from text.
+"""Renders messages to tokens. Only new messages are rendered, so earlier tokens are never made again from text.
 
-The text that a chat template writes after a reply does not depend on the messages before the reply. So the new messages
-are rendered after a made-up reply, and the text that follows it is kept. `TurnRenderer` checks this property of its
+The text that a chat template writes after a reply does not depend on the messages before the reply. So new messages are
+rendered after a made-up reply, and the text that follows it is used. `TurnRenderer` checks this property of its
 template, with replies without calls. DeepSeek's templates are an exception: they mark the start of tool results only
 once in a conversation. Here each round of calls is written like the first, in sampling and in training.
 """
@@ -24,13 +24,13 @@ from async_rl.base.models_and_data.model_folder import TEMPLATE_DATE
 from rollout_server.episodes.conversation.chat_messages import ROLES, Message, Schema, tools_text, user
 
 _REPLY = "\u2402reply\u2402"
-"""The made-up reply. No template trims or escapes it in an assistant message."""
+"""The made-up reply. No template trims or escapes this text in an assistant message."""
 _PROBE = "qzq"
-"""The content of the messages with which a template is checked."""
+"""The content of the messages with which templates are checked."""
 NUM_CACHED_STARTS = 256
-"""The size of the cache of first messages, which the episodes of a group share."""
+"""How many rendered conversation starts are cached. The episodes of a group share theirs."""
 LARGE_CHARACTERS = 100_000
-"""A text of this length takes some 0.1 s to tokenize. Longer ones are rendered in a thread, and not cached."""
+"""Tokenizing a text of this length takes about 0.1 s. Longer texts are rendered in a thread, and not cached."""
 _PROBE_TOOL: Schema = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -41,9 +41,9 @@ class TurnRenderer:
     """Renders the start of a conversation, and the messages between one reply and the next.
 
     Texts of special tokens are removed from all messages, so that, for example, a tool's output can't end its own
-    message. Some models mark roles with added tokens that are not special. Those that the template writes around
-    messages are removed from all messages but the model's replies. Results of tools lose all added tokens that the
-    template contains, such as `<tool_call>`.
+    message. Some models mark roles with added tokens that are not special. The added tokens that the template writes
+    around messages are removed from all messages except the model's replies. Tool results lose all added tokens that
+    the template contains, such as `<tool_call>`.
 
     Args:
         end_tokens: the tokens that end a reply.
@@ -85,15 +85,19 @@ class TurnRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template. Without one, messages are lines of text, without tools."""
+        """Whether the tokenizer has a chat template. Without one, messages are lines of text, and tools can't be used.
+        """
         return bool(self._tokenizer.chat_template)
 
     def fits(self, messages: Sequence[Message], tools: Sequence[Schema], max_tokens: int) -> bool:
-        """Return False if messages and tools are surely longer than `max_tokens`. Nothing is tokenized."""
+        """Return False if messages and tools certainly have more than `max_tokens` tokens.
+
+        This check tokenizes nothing.
+        """
         return _num_characters(messages) + len(tools_text(tools)) <= max_tokens * self._longest_token
 
     def start(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the tokens of a whole conversation, including the template's text that opens a reply.
+        """Return the tokens of a whole conversation, followed by the template's text that opens a reply.
 
         Raises:
             ValueError: the template refuses the messages, or there are tools and no template.
@@ -101,7 +105,7 @@ class TurnRenderer:
         return list(self._start(json.dumps([list(messages), list(tools)])))
 
     async def start_async(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the same as `start`. A large text is rendered in a thread, once for simultaneous callers.
+        """Return the same as `start`. A large text is rendered in a thread, once for all simultaneous callers.
 
         Raises:
             ValueError: the template refuses the messages, or there are tools and no template.
@@ -131,9 +135,10 @@ class TurnRenderer:
         return await asyncio.to_thread(self.next, reply, messages)
 
     def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between the sampled `reply` and the next one.
+        """Return the tokens to insert between the sampled `reply` and the model's next reply.
 
-        These are the reply's end, if the reply was cut off, the messages, and the text that opens a reply.
+        They consist of the end of the reply (if it was cut off before its end token), the new messages, and the text
+        that opens the next reply.
 
         Raises:
             ValueError: the template refuses the messages, or one has a role that can't be appended.
@@ -202,7 +207,7 @@ class TurnRenderer:
         return [_cleaned(message, self._removed[message["role"]]) for message in messages]
 
     def _text_around_messages(self) -> str:
-        """Return the text that the template writes around messages of each role that it knows.
+        """Return the text that the template writes around messages, for each role that it knows.
 
         The beginning of a reply is left out. Some templates begin the model's thinking there, which a prompt may quote.
         """
@@ -215,7 +220,7 @@ class TurnRenderer:
         return "".join(texts)
 
     def _can_append(self, role: str) -> bool:
-        """Return whether the text of one or two messages of this role does not depend on the conversation before."""
+        """Return whether messages of this role are rendered the same after every conversation (one or two of them)."""
         message = Message(role=role, content=_PROBE)
         if role == "tool":
             message["tool_call_id"], message["name"] = "call00000", "f"
@@ -230,16 +235,16 @@ class TurnRenderer:
         return True
 
     def _texts_elsewhere(self, messages: Sequence[Message]) -> Iterator[str]:
-        """Yield the template's text of these messages after a longer conversation, and the same with a tool."""
+        """Yield how the template renders these messages after a longer conversation, without and with a tool."""
         before = (user("b"), Message(role="assistant", content="c"))
         yield self._text_after_reply(messages, before)
         with suppress(ValueError):  # the template knows no tools
             yield self._text_after_reply(messages, before, [_PROBE_TOOL] if self.has_template else ())
 
     def _common_start(self) -> list[int]:
-        """Return the tokens that always follow a reply: its end, and in some templates a line feed.
+        """Return the tokens that follow every reply: its end token, and in some templates a line feed.
 
-        There are none in templates whose end tokens also name the next role (GLM).
+        The list is empty for templates whose end tokens also name the next role (GLM).
         """
         options = [[Message(role=role, content=_PROBE)] for role in self.roles] + [[]]
         starts: list[list[int]] = []
@@ -253,24 +258,24 @@ class TurnRenderer:
 
 
 def _num_characters(messages: Sequence[Message]) -> int:
-    """Return a lower limit of the length of the messages' text. A message without content still has a line end."""
+    """Return a lower bound on the number of characters of the messages. Even an empty message has a line end."""
     calls = (call for message in messages for call in message.get("tool_calls", ()))
     length = sum(1 + len(message["content"]) for message in messages)
     return length + sum(len(call["function"]["arguments"]) for call in calls)
 
 
 def _is_mark(token: Any) -> bool:
-    """Return whether an added token can be a template's mark: it is no word and no white space."""
+    """Return whether an added token may be a mark of the template: it is neither a word nor white space."""
     return len(str(token)) > 2 and not str(token).isalnum() and not str(token).isspace()
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any of these texts, the longest first, or None if there are none."""
+    """Return a pattern that matches any of these texts, trying longer ones first; None if there are no texts."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
 
 def _cleaned(value: Any, removed: re.Pattern[str] | None) -> Any:
-    """Return a message, or a part of one, with each text that is `removed` replaced by a space."""
+    """Return a message, or a part of one, with every match of `removed` replaced by a space."""
     if isinstance(value, str):
         text = value.encode("utf-8", "replace").decode()  # JSON may hold halves of characters, tokenizers don't
         # A space takes its place, so that a removal can't join two parts into another mark.
@@ -281,7 +286,8 @@ def _cleaned(value: Any, removed: re.Pattern[str] | None) -> Any:
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message as most chat templates want it: the arguments of tool calls are objects, not JSON text."""
+    """Return the message with the arguments of tool calls as objects instead of JSON text, as most chat templates want.
+    """
     calls = [
         {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())

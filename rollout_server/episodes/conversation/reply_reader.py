@@ -1,7 +1,7 @@
-"""Reads sampled tokens as a message: the text, and the tool calls in the format of the model's family.
+"""Reads sampled tokens as a message: its text, and its tool calls in the format of the model's family.
 
-The two formats of JSON calls, hermes and llama3, are read in this process. So they work with every engine, and the
-model is told of a call that can't be read. Other formats are read by a parser of the SGLang server
+The two formats with JSON calls, hermes and llama3, are read in this process. So they work with every engine, and the
+model gets an error message for a call that can't be read. Other formats are read by a parser of the SGLang server
 (`rollout.tool_parser: <its name>`) or by the user's function (`rollout.tool_parser: module:name`).
 
 Reading must take linear time: a model can sample any text.
@@ -28,15 +28,15 @@ from rollout_server.episodes.conversation.chat_messages import Message, Schema, 
 from rollout_server.episodes.user_code import error_text
 
 NUM_PARSE_ATTEMPTS = 4
-"""How often an SGLang server is asked to read a reply before it counts as lost."""
+"""How often an SGLang server is asked to parse a reply before the server counts as lost."""
 _SAME = {"qwen": "hermes", "qwen25": "hermes"}
-"""SGLang's further names of these formats."""
+"""SGLang's other names of the formats."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a parser found in a reply."""
+    """The result of parsing a reply: its text and its tool calls."""
 
     content: str
     """The text before the first call."""
@@ -47,13 +47,13 @@ class Parsed:
 
 
 ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed] | Parsed]
-"""Takes (the text of a reply, the tools that it may call). A user's may be a `def` or an `async def`, and must not
-block."""
+"""A parser: called with the text of a reply and the tools it may call. A user's parser may be a `def` or an `async
+def`, and must not block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMessage:
-    """A reply as a message. Calls that can't be read are described in `errors`, and are part of the content."""
+    """A reply as a chat message. Tool calls that can't be read stay in its content, and `errors` describes them."""
 
     message: Message
     errors: tuple[str, ...] = ()
@@ -63,7 +63,8 @@ class ReplyReader:
     """Reads the sampled tokens of a reply as a message with its tool calls.
 
     Args:
-        parse: reads tool calls. It is not called for replies that may call no tool.
+        end_tokens: the tokens that end a reply; they are not part of its text.
+        parse: parses tool calls, for replies that may call tools. None: a reply is only text.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int], parse: ParseCalls | None) -> None:
@@ -77,11 +78,11 @@ class ReplyReader:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether there is a parser of tool calls. Without one, a reply is only text."""
+        """Whether the reader has a parser for tool calls. Without one, a reply is only text."""
         return self._parse is not None
 
     def cut(self, reply: SampledReply, stop: Sequence[str]) -> SampledReply:
-        """Return the reply up to the first token that completes one of the texts `stop`, or all of it."""
+        """Return the reply, cut after the first token that completes one of the texts `stop`; uncut if none does."""
         tokens = reply.tokens.tolist()
 
         def is_complete(length: int) -> bool:
@@ -94,7 +95,7 @@ class ReplyReader:
         return reply.cut(end)
 
     async def read(self, tokens: Sequence[int], tools: Sequence[Schema], stop: Sequence[str] = ()) -> ReadMessage:
-        """Return the reply as a message. Its text ends before the first text of `stop`."""
+        """Return the reply as a message. Its content ends before the first text of `stop` in it."""
         read = await self._read(tokens, tools)
         content = read.message["content"]
         ends = [content.index(part) for part in stop if part in content]
@@ -117,7 +118,9 @@ class ReplyReader:
         return ReadMessage(message, parsed.errors)
 
     async def _parsed(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return the parsed reply. If the parser fails, the model gets that as the error of its tool call.
+        """Parse a reply.
+
+        If the parser fails, the result has that failure as the error of a tool call, for the model to read.
 
         Raises:
             AsyncRLError: the server with the parser does not answer, or refuses to read replies.
@@ -141,10 +144,10 @@ class ReplyReader:
 
 
 def _checked(parsed: Any) -> Parsed:
-    """Return what a parser has read, with the content None, as OpenAI writes it next to calls, as "".
+    """Check the result of a parser. The content None, which OpenAI writes next to calls, becomes "".
 
     Raises:
-        TypeError: a parser must not return this.
+        TypeError: a parser must not return this value.
     """
     if isinstance(parsed, Parsed):
         content, calls = "" if parsed.content is None else parsed.content, parsed.calls
@@ -162,7 +165,11 @@ def _are_texts(value: Any) -> bool:
 
 
 def json_calls(text: str, format_name: str) -> Parsed:
-    """Return the text and the calls `{"name": ..., "arguments": {...}}` of a reply in the format hermes or llama3."""
+    """Parse the tool calls `{"name": ..., "arguments": {...}}` of a reply. Returns its text and calls.
+
+    Args:
+        format_name: `hermes` or `llama3`.
+    """
     content, parts = FORMATS[format_name](text)
     calls, errors = [], []
     for part in parts:
@@ -176,7 +183,7 @@ def json_calls(text: str, format_name: str) -> Parsed:
 
 
 def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping[str, str]) -> ParseCalls:
-    """Return the parser of tool calls `name`, or without a name the one for the chat template.
+    """Return the parser of tool calls called `name`. Without a name, return the one that fits the chat template.
 
     Args:
         name: rollout.tool_parser.
@@ -220,7 +227,7 @@ class JsonParser:
 
 @dataclass(frozen=True, slots=True)
 class ServerParser:
-    """Lets an SGLang server read the calls with its parser `name`: deepseekv3, glm45, kimi_k2, qwen3_coder, ..."""
+    """Parses tool calls with the parser `name` of an SGLang server: deepseekv3, glm45, kimi_k2, qwen3_coder, ..."""
 
     url: str
     name: str
@@ -231,7 +238,7 @@ class ServerParser:
     """The time between two attempts."""
 
     async def __call__(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return the text and calls that the server reads in a reply, or an error if it leaves out all calls.
+        """Return the text and the calls that the server finds in a reply, with an error if it leaves out all calls.
 
         Raises:
             ValueError: the parser failed on this text.
@@ -253,7 +260,8 @@ class ServerParser:
         return Parsed(text, errors=("the reply has a tool call that is malformed, or of a tool that there is not",))
 
     async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the server's answer. If it is slow or refuses connections, ask up to NUM_PARSE_ATTEMPTS times."""
+        """Return the server's answer. Up to NUM_PARSE_ATTEMPTS attempts are made if it is slow or refuses connections.
+        """
         errors: list[Exception] = []
         while len(errors) < NUM_PARSE_ATTEMPTS:
             if errors:
@@ -268,7 +276,10 @@ class ServerParser:
         ) from errors[-1]
 
     async def _check_known(self, body: dict[str, Any]) -> None:
-        """Check that the parser reads an empty text: SGLang answers HTTP 500 also to an unknown name of a parser."""
+        """Raise AsyncRLError if the parser can't read an empty text.
+
+        SGLang answers HTTP 500 also for an unknown parser.
+        """
         try:
             await self._read(body | {"text": ""})
         except ValueError as error:
@@ -294,19 +305,20 @@ class ServerParser:
 
 
 THINK, END_OF_THINKING = "<think>", "</think>"
-"""The marks around the model's thinking, where calls do not count. Some chat templates write the first mark, so a reply
-may begin within thinking."""
+"""The marks around the model's thinking, where calls are ignored. Some chat templates write the first mark themselves,
+so a reply may begin inside the thinking."""
 _CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
 """The marks around a call of Qwen 2.5, Qwen 3 and Hermes. The last call may lack its end mark."""
 _MARK = re.compile(f"{THINK}|{END_OF_THINKING}|{_CALL}")
 _PYTHON_TAG = "<|python_tag|>"
 """The mark before a call of Llama, which the model may leave out."""
 _SEPARATOR = re.compile(r"\s*;?\s*")
-"""The end of a call of Llama. Another call follows a semicolon. It always matches, and so never backtracks."""
+"""What ends a call of Llama: a semicolon, after which another call follows, or nothing. It always matches, so it never
+backtracks."""
 
 
 def _hermes_calls(text: str) -> tuple[str, list[str]]:
-    """Return (text before the first call, JSON text of each call) of a reply with marks around its calls."""
+    """Split a reply in the hermes format. Returns (text before the first call, JSON text of each call)."""
     calls: list[tuple[int, str]] = []
     is_thinking, has_thought, position = False, False, 0
     last_end = text.rfind(END_OF_THINKING)
@@ -332,7 +344,7 @@ def _hermes_calls(text: str) -> tuple[str, list[str]]:
 
 
 def _llama_calls(text: str) -> tuple[str, list[str]]:
-    """Return (text before the first call, JSON text of each call) of a reply in Llama's format.
+    """Split a reply in Llama's format. Returns (text before the first call, JSON text of each call).
 
     After optional thinking, such a reply is one call, or several with semicolons between them.
     """
@@ -350,12 +362,12 @@ def _after_tag(text: str) -> str:
 
 
 def _holds_mark(calls: list[str]) -> bool:
-    """Return whether the arguments of one of these calls contain the mark of the end of thinking."""
+    """Return whether one of these calls contains, in its arguments, the mark that ends thinking."""
     return any(END_OF_THINKING in call and _is_call(call) for call in calls)
 
 
 def _llama_parts(text: str) -> list[str]:
-    """Return the JSON text of each call in a text that begins with a call. The last one may be malformed."""
+    """Return the JSON text of each call in a text that begins with a call. The last call may be malformed."""
     parts: list[str] = []
     decoder, begin = json.JSONDecoder(), 0
     while begin < len(text):
@@ -399,7 +411,7 @@ def _is_call(text: str) -> bool:
 
 
 def format_of(template: str) -> str:
-    """Return the name of the format that a chat template uses for calls, or "" for any other format."""
+    """Return the format in which a chat template writes calls: `hermes`, `llama3`, or "" for any other format."""
     if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
         return "hermes"
     return "llama3" if "ipython" in template and '"parameters"' in template else ""

@@ -1,8 +1,8 @@
 """A session: the append-only, token-exact conversation of one episode with the engine.
 
-Each request for a reply brings the whole conversation, from an environment's loop or from an agent over HTTP. The
-session finds the longest part that it knows, renders only the messages after it, and appends the sampled reply. So it
-is a tree of token sequences: contexts (rendered) and replies (sampled) in turn.
+Each request for a reply contains the whole conversation, from an environment's loop or from an agent over HTTP. The
+session finds the longest part that it knows, renders only the messages after it, and appends the sampled reply. So a
+session is a tree of token sequences: contexts (rendered) and replies (sampled) alternate.
 
     context ── reply ── context ── reply          one row
                   └──── context ── reply          another continuation: a second row
@@ -32,7 +32,7 @@ CLOSE_S = 10.0
 """How long `close` waits for the engine to end cancelled requests."""
 
 Generate = Callable[[list[int], int], Awaitable[SampledReply]]
-"""Takes (the tokens so far, the most tokens to sample) and returns the engine's reply."""
+"""A function from (the tokens so far, the most tokens to sample) to the engine's reply."""
 
 
 RequestKey = tuple[bytes, int | None, tuple[str, ...]]
@@ -73,12 +73,12 @@ class SessionLimits:
     """The limits of one session."""
 
     max_tokens: int
-    """Tokens of a row, prompt included."""
+    """The most tokens of a row, prompt included."""
     max_reply_tokens: int
     max_turns: int
-    """Replies, in all rows together."""
+    """The most replies, in all rows together."""
     max_rows: int = 0
-    """Trained rows, the last ones. 0: all of them."""
+    """The most trained rows; only the last ones are kept. 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Reply:
 
 
 class EpisodeOver(Exception):
-    """The session samples no further reply. `reason` says why."""
+    """Raised if the session samples no further reply. `reason` is `length`, `turns` or `ended`."""
 
     def __init__(self, reason: Literal["length", "turns", "ended"], message: str) -> None:
         super().__init__(message)
@@ -106,32 +106,32 @@ class EpisodeOver(Exception):
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Counts of one session."""
+    """What a session counts for the metrics."""
 
     rewritten: int = 0
     """Conversations that did not continue a known one, and were rendered from the start."""
     joined: int = 0
-    """Requests that got the reply to an earlier, equal request, because its caller had gone."""
+    """Requests that received the reply to an earlier, equal request whose caller was gone."""
     tool_calls: int = 0
     """Tool calls in received replies, also those that can't be read."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingReply:
-    """A reply that is being sampled or is finished, and that no caller has received yet."""
+    """A reply that no caller has received yet. It is finished or still being sampled."""
 
     key: RequestKey
     sampling: asyncio.Task[Reply]
     has_caller: bool = True
-    """Whether a caller waits for it or is receiving it. If not, the next equal request gets it."""
+    """Whether a caller is waiting for the reply or receiving it. If not, the next equal request gets the reply."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its caller has received it or has gone, or when there will be no reply."""
+    """Set when the caller has received the reply or is gone, or when sampling has failed."""
 
 
 class PendingReplies:
     """The pending replies of one session, oldest first.
 
-    A request may get the reply of an earlier, equal request whose caller has gone. A reply is received at most once.
+    A request may get the reply to an earlier, equal request whose caller is gone. A reply is received at most once.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class PendingReplies:
         return len(self._replies)
 
     def add(self, key: RequestKey, sampling: asyncio.Task[Reply]) -> PendingReply:
-        """Add a reply whose sampling has begun, and whose caller waits. If the sampling fails, it is removed."""
+        """Add a reply that is being sampled and whose caller waits. It is removed if the sampling fails."""
         pending = PendingReply(key, sampling)
         self._replies.append(pending)
 
@@ -153,18 +153,19 @@ class PendingReplies:
         return pending
 
     def remove(self, pending: PendingReply) -> None:
-        """Remove a reply that was received, failed or is given up. Does nothing if it is not there."""
+        """Remove a reply that was received, failed or was given up. Does nothing if it is not in the list."""
         if pending in self._replies:
             self._replies.remove(pending)
         pending.settled.set()
 
     def release(self, pending: PendingReply) -> None:
-        """The caller of a reply has gone: let the next equal request have it."""
+        """Mark a reply as free because its caller is gone. The next equal request can take it."""
         pending.has_caller = False
         pending.settled.set()
 
     def take(self, key: RequestKey) -> PendingReply | None:
-        """Return the oldest reply for `key` whose caller has gone, for a new caller. None if there is none."""
+        """Return the oldest free reply to requests with this key, and mark it as taken. None if no such reply is free.
+        """
         for pending in self._replies:
             if pending.key == key and not pending.has_caller:
                 pending.has_caller = True
@@ -173,23 +174,26 @@ class PendingReplies:
         return None
 
     async def wait(self, key: RequestKey) -> bool:
-        """Wait until the oldest reply for `key` is settled. Returns False if there is none."""
+        """Wait until the oldest pending reply for `key` was received, became free or failed.
+
+        Returns False at once if no reply is pending for that key.
+        """
         oldest = next((pending for pending in self._replies if pending.key == key), None)
         if oldest is not None:
             await oldest.settled.wait()
         return oldest is not None
 
     def wake_all(self) -> None:
-        """End all waits, because the session ends."""
+        """End all calls of `wait`, because the session ends."""
         for pending in self._replies:
             pending.settled.set()
 
     def can_give_up(self) -> bool:
-        """Return whether there is a reply without a caller."""
+        """Return whether any pending reply has no caller."""
         return any(not pending.has_caller for pending in self._replies)
 
     def give_up(self) -> None:
-        """Remove the oldest reply without a caller, and cancel its sampling."""
+        """Remove the oldest pending reply that has no caller, and cancel its sampling."""
         pending = next(pending for pending in self._replies if not pending.has_caller)
         pending.sampling.cancel()
         self.remove(pending)
@@ -230,12 +234,12 @@ class Session:
 
     @property
     def num_turns(self) -> int:
-        """The number of received replies: the turns that the episode has taken."""
+        """The number of replies that callers have received, which are the episode's turns."""
         return len(self._received)
 
     @property
     def num_undelivered(self) -> int:
-        """The number of finished replies that nobody has received."""
+        """The number of finished replies that no caller has received."""
         return len(self._replies) - len(self._received)
 
     @property
@@ -244,7 +248,8 @@ class Session:
 
     @property
     def num_observed_tokens(self) -> int:
-        """The number of tokens that were appended after a reply without being sampled."""
+        """The number of tokens appended after a reply without being sampled: messages of users, tools and environments.
+        """
         return sum(len(node.tokens) for node in self.contexts.values() if node.parent)
 
     async def reply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any) -> Reply:
@@ -262,15 +267,15 @@ class Session:
         stop: Sequence[str] = (),
         is_retry: bool = False,
     ) -> AsyncIterator[Reply]:
-        """Yield the model's next message in the conversation `messages`. It counts as received when the block ends.
+        """Sample the model's next message in the conversation `messages`, and yield it. Leaving the block receives it.
 
-        If the block raises, or the caller is cancelled before, nobody has received the reply. The next equal request
-        gets it. If none comes, the reply is in no row and takes no turn. Equal requests that run at the same time get a
-        sample each.
+        If the block raises, or the caller is cancelled before, the reply is not received. The next equal request gets
+        it. If none comes, the reply is in no row and takes no turn. Equal requests that run simultaneously get
+        different samples.
 
         Args:
-            max_tokens: lowers the limit of this reply.
-            stop: texts. The reply is cut after the first token that completes one of them.
+            max_tokens: the most tokens of this reply, if lower than the session's limits.
+            stop: the reply is cut after the first token that completes one of these texts.
             is_retry: the caller did not receive the reply to an earlier, equal request. If such a request is running,
                 this one waits to see whether its reply becomes free.
 
@@ -297,7 +302,7 @@ class Session:
         self._pending.remove(pending)
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Schema]) -> None:
-        """Check that these messages can get a reply. Raises EpisodeOver or ValueError if not."""
+        """Raise EpisodeOver or ValueError if the model can't reply to these messages."""
         self._check_open()
         if not messages or messages[-1]["role"] == "assistant":
             roles = [message["role"] for message in messages[-5:]]
@@ -317,7 +322,7 @@ class Session:
             raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
 
     async def _free_reply(self, key: RequestKey, is_retry: bool) -> PendingReply | None:
-        """Return a reply to an equal request whose caller has gone. None if there is none.
+        """Take the free reply to an earlier, equal request whose caller is gone; None if there is none.
 
         A retry waits for replies that still have callers: one of these may be its own earlier request, whose broken
         connection was not noticed yet. The wait ends with the sampling, whose time is limited, or with `close`.
@@ -332,7 +337,7 @@ class Session:
     async def _begin(
         self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes], key: RequestKey
     ) -> PendingReply:
-        """Start to sample a reply. If no turn is left, a reply that nobody waits for is given up.
+        """Start sampling a reply. If no turn is left, the oldest reply without a caller is given up for it.
 
         Raises:
             EpisodeOver: the session is closed, no turn is left, or the conversation is too long.
@@ -353,7 +358,7 @@ class Session:
         return self._pending.add(key, sampling)
 
     def _check_turns(self) -> int:
-        """Return the number of turns left. Raises EpisodeOver if it is 0 and no pending reply can be given up."""
+        """Return the number of turns left. Raises EpisodeOver if none is left and no pending reply can be given up."""
         left = self._limits.max_turns - self.num_turns - len(self._pending)
         if left == 0 and not self._pending.can_give_up():
             raise EpisodeOver("turns", f"all {self._limits.max_turns} turns of the episode are taken")
@@ -364,11 +369,11 @@ class Session:
         self._replies[turn].reward += reward
 
     def rows(self) -> list[WholeRow]:
-        """Return the trainable rows of all received replies, in the order of their last replies."""
+        """Return the trainable rows of all received replies, ordered by the last reply of each row."""
         return make_rows([reply for reply in self._replies if reply in self._received], self._limits.max_rows)
 
     async def close(self) -> None:
-        """Cancel all running requests and accept no further one. Later calls do nothing."""
+        """Cancel all running requests and accept no further requests. Later calls do nothing."""
         self.is_closed = True
         self._pending.wake_all()
         for task in self._running:
@@ -377,9 +382,9 @@ class Session:
             await asyncio.wait(set(self._running), timeout=CLOSE_S)
 
     async def _new_context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
-        """Return a node for a conversation: it continues the longest known part.
+        """Return a new node for a conversation, attached to the longest part that the session knows.
 
-        It is a new root if no part is known, or if the messages after that part can't be rendered alone.
+        The node is a new root if no part is known, or if the messages after that part can't be rendered alone.
         """
         for known in range(len(messages) - 1, 0, -1):
             reply = self._known_replies.get(digests[known])
@@ -392,7 +397,7 @@ class Session:
         return Node(None, await self._renderer.start_async(messages, tools))
 
     def _longest_reply(self, context: Node, max_tokens: int | None) -> int:
-        """Return the most tokens that the next reply may have. Raises EpisodeOver if there is no room for one."""
+        """Return how many tokens the next reply may have. Raises EpisodeOver if there is no room for one."""
         limits, length = self._limits, context.num_tokens
         longest = min(limits.max_tokens - length, limits.max_reply_tokens)
         if longest < 1:
@@ -430,11 +435,12 @@ class Session:
 def make_rows(replies: Sequence[Node], max_rows: int = 0) -> list[WholeRow]:
     """Return one row for each leaf of a session's tree, in the order of the leaves.
 
-    A reply that several leaves share is trained in the row of the first kept leaf, or else of the first one.
+    A reply that several leaves share is trained in only one of their rows: the first row that will be kept, or the
+    first of all if none will.
 
     Args:
         replies: the tree's received replies.
-        max_rows: how many rows, the last ones, will be kept; 0: all of them.
+        max_rows: the caller will keep so many rows, the last ones; 0: all.
     """
     inner: set[Node | None] = {None}
     for reply in replies:
@@ -483,9 +489,10 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
 
 
 def _routing(path: Sequence[Node]) -> RoutingArray | None:
-    """Return the experts that each token but the last was fed through first.
+    """Return the experts that each token of the path, except the last, was fed through in its first forward pass.
 
-    A reply's record begins with its conversation, which the engine may have computed again with newer weights.
+    The routing recorded with a reply also covers the conversation before it, which the engine may have computed again
+    with newer weights. That part is ignored.
     """
     parts: list[RoutingArray] = []
     known = 0
@@ -499,9 +506,10 @@ def _routing(path: Sequence[Node]) -> RoutingArray | None:
 
 
 def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
-    """Yield the token versions of each node.
+    """Yield the token versions of each node of the path.
 
-    Rendered tokens get the version of the sampled token before them or, at the start, of the first sampled token.
+    Rendered tokens get the version of the sampled token before them. At the start they get that of the first sampled
+    one.
     """
     first = path[1].sampled
     assert first is not None, "a reply follows each context"

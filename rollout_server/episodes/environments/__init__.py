@@ -1,4 +1,4 @@
-"""Environments that come with the project, and adapters of gyms of others.
+"""Environments that come with the project, and adapters for other projects' environments.
 `task.env` names one as `module:name`.
-Nothing else imports it.
+Nothing else imports this package.
 """

@@ -1,4 +1,4 @@
-"""The environment `chain`: look letters up, one after the other, until a digit comes, and answer it.
+"""The environment `chain`: look up a letter, then the letter that came back, until a digit comes; answer the digit.
 
     k ──► ?k ──► w ──► ?w ──► 7 ──► =7
 
@@ -24,13 +24,13 @@ WRONG_SHARE = 0.2
 
 
 class Chain:
-    """One episode of `chain`, a class for `task.env`. The reward is 1 for the digit at the end of the chain, else 0.
+    """One episode of `chain`, a class for `task.env`. Answering the digit at the end of the chain earns 1, all else 0.
 
     A reply that is not the next look-up ends the episode.
 
     Args:
         index: the prompt's index. It determines the chain.
-        seed: determines, together with `index`, the times of the look-ups.
+        seed: determines, together with `index`, how long look-ups take.
         mean_s: the mean time of a look-up. 0: no waiting.
         cv: the standard deviation of that time, divided by its mean.
     """
@@ -71,7 +71,7 @@ class Chain:
 
 
 def oracle(messages: Sequence[Message], rng: random.Random) -> str:
-    """Return a reply to train on before RL: the right one, but a WRONG_SHARE of look-ups are random letters."""
+    """Return a reply for supervised fine-tuning: the right one, but a WRONG_SHARE of look-ups are random letters."""
     seen = messages[-1]["content"]
     if seen.isdecimal():
         return f"={seen}"

@@ -1,6 +1,6 @@
 """The environment `guess`: find a secret number in a few guesses. It needs planning, and all episodes are short.
 
-? ──► 15 ──► h ──► 23 ──► l ──► 19          h: the number is higher, l: it is lower
+    ? ──► 15 ──► h ──► 23 ──► l ──► 19          h: the secret number is higher than the guess, l: it is lower
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def is_guess(text: str) -> bool:
 
 
 def oracle(messages: Sequence[Message], rng: random.Random) -> str:
-    """Return a guess to train on before RL: a random one of the possible numbers. It solves over half of them."""
+    """Return a guess for supervised fine-tuning: a random one of the numbers still possible.
+
+    It solves over half of them.
+    """
     low, high = 0, HIGHEST
     for said, answer in zip(messages[1::2], messages[2::2], strict=True):
         guess = int(said["content"])

@@ -22,15 +22,15 @@ from rollout_server.episodes.tools.tool import Tool
 
 
 class OpenEnv:
-    """One episode of an OpenEnv server's environment, a class for `task.env`.
+    """One episode with the environment of an OpenEnv server, a class for `task.env`.
 
     A subclass may override `action` and `shown` for actions and observations of several fields.
 
     Args:
         url: the server's address.
         index: the prompt's index. It determines the seed of the environment.
-        action_field: the field of the action for the text of a reply.
-        observation_field: the field of the observation that the model sees. Empty: it sees all fields, as JSON.
+        action_field: the action's field for the text of a reply.
+        observation_field: the observation's field that the model sees. Empty: it sees all fields, as JSON.
     """
 
     tools: Sequence[Tool] = ()
@@ -44,11 +44,11 @@ class OpenEnv:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     def action(self, reply: Message) -> dict[str, Any]:
-        """Return a reply of the model as an action: its text, in the field `action_field`."""
+        """Return the action for a reply of the model: its text in the field `action_field`."""
         return {self._action_field: reply["content"]}
 
     def shown(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text for the model: one field of it, or all as JSON."""
+        """Return the text of an observation that the model sees: one field of it, or all fields as JSON."""
         if self._observation_field:
             return str(observation[self._observation_field])
         return json.dumps(observation)

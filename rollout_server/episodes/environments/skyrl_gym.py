@@ -27,14 +27,16 @@ except ImportError as error:
 
 
 class SkyRLGym:
-    """One episode of an environment of skyrl-gym, a class for `task.env`. Methods run in threads, as they may block.
+    """One episode of an environment of skyrl-gym, a class for `task.env`.
 
-    The environment finds the question's right answer in extras["reward_spec"]["ground_truth"], as in SkyRL's files.
+    Its methods run in threads, as they may block.
+
+    The environment gets the question's right answer in extras["reward_spec"]["ground_truth"], as in SkyRL's files.
 
     Args:
         name: the name of the environment in skyrl-gym.
-        env_config: its configuration, e.g. the address of a search server.
-        extras: further entries of its `extras`, e.g. max_turns.
+        env_config: the environment's configuration, e.g. the address of a search server.
+        extras: further entries of the environment's `extras`, e.g. max_turns.
     """
 
     tools: Sequence[Tool] = ()
@@ -56,7 +58,7 @@ class SkyRLGym:
         return [Message(role=said["role"], content=said["content"]) for said in messages]
 
     async def step(self, reply: Message) -> Step:
-        """Give the reply to the environment. If it answers without an observation, the model sees an empty message."""
+        """Pass the reply to the environment. If it returns no observation, the model sees an empty message."""
         out = await in_thread(partial(self._env.step, reply["content"]))
         said = [Message(role=seen["role"], content=seen["content"]) for seen in out["observations"]]
         measured = self._env.get_metrics() if out["done"] else {}

@@ -30,7 +30,9 @@ _RANDOM = threading.Lock()
 
 
 class TextArena:
-    """One game of textarena, a class for `task.env`. The episode's reward is the player's at the end of the game.
+    """One game of textarena, a class for `task.env`.
+
+    The episode's reward is the player's reward at the end of the game.
 
     The games are played in their `-raw` form, whose observations contain only what is new. All games with the same
     index draw the same random numbers, whatever other games are played at the same time.
@@ -74,12 +76,12 @@ class TextArena:
         return Step(done=True, reward=float(rewards[0]), metrics={"invalid_move": float(info[0]["invalid_move"])})
 
     def _new(self) -> Message:
-        """Return the game's messages since the last reply as one message, without the game's echo of that reply."""
+        """Return the game's messages since the last reply as one message, without the game's copy of that reply."""
         _, seen = self._env.get_observation()
         return user("\n".join(text for speaker, text, _ in seen if speaker == textarena.GAME_ID))
 
     def _with_own_random(self, function: Callable[[], Result]) -> Result:
-        """Return function(), called with Python's global random numbers in the state where this game left them."""
+        """Call `function` with this game's own state of Python's global random numbers, and return its result."""
         with _RANDOM:
             others = random.getstate()
             random.setstate(self._state)

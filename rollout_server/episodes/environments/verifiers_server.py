@@ -4,7 +4,7 @@ In that environment this file is a program: it writes the tasks of a taskset to 
 
     verifiers-venv/bin/python rollout_server/episodes/environments/verifiers_server.py my_taskset tasks.jsonl
 
-In the worker it is an agent that lets the server play each task with the endpoint of the episode:
+In the worker this file is an agent: it asks the server to play each task with the model at the episode's endpoint.
 
     task: {path: tasks.jsonl, agent: "rollout_server.episodes.environments.verifiers_server:solve"}
 """
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 ADDRESS = "tcp://127.0.0.1:5005"
 HEALTH_S = 30.0
-"""How long the server may take to answer that it is there."""
+"""How long the server may take to answer a health check."""
 _KEY_VARIABLE = "NO_API_KEY"
-"""The server reads an API key from this variable. It needs none: the key is part of the base URL."""
+"""The server reads an API key from this variable. No key is needed, because it is part of the base URL."""
 
 
 async def solve(question: Question, base_url: str, api_key: str) -> float:
-    """Let the server play a task, and return the weighted sum of its rewards. A cancellation ends the task there too.
+    """Ask the verifiers server to play a task with the model at `base_url`; return the weighted sum of its rewards.
+
+    The address of the server is in the question. Cancelling this call ends the task on the server too.
 
     Raises:
         ConnectionError: the server does not answer, or says that it could not play the task.
@@ -49,7 +51,7 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
 
 
 class Connection:
-    """A connection to a server of verifiers, shared by all episodes of an event loop."""
+    """A connection to a verifiers server, shared by all episodes of an event loop."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -61,7 +63,7 @@ class Connection:
         self._reading = asyncio.create_task(self._read(), context=contextvars.Context())  # it belongs to no episode
 
     async def run(self, task: dict[str, Any], base_url: str) -> float:
-        """Let the server play a task with the model at `base_url`. Returns the weighted sum of its rewards.
+        """Ask the server to play a task with the model at `base_url`; return the weighted sum of its rewards.
 
         Raises:
             ConnectionError: the server does not answer, or says that it could not play the task.
@@ -87,7 +89,7 @@ class Connection:
     async def _ask(
         self, method: bytes, content: dict[str, Any], rewards: dict[str, dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Send a request and return the reply. Until then, collect the newest rewards of each trace in `rewards`."""
+        """Send a request and return the reply. While waiting, collect the newest rewards of each trace in `rewards`."""
         number = uuid.uuid4().hex.encode()
         answers = self._answers[number] = asyncio.Queue()
         await self._socket.send_multipart([number, method, msgpack.packb(content)])
@@ -121,7 +123,10 @@ _connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Connection]
 
 
 def main() -> None:
-    """Write the tasks of a taskset to a file for task.path, and serve them. Runs in the environment of verifiers."""
+    """Write the tasks of a taskset to a file for task.path, and serve them.
+
+    Runs in the Python environment of verifiers.
+    """
     own_folder = os.path.dirname(os.path.abspath(__file__))  # it has modules with the names of other libraries
     sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
     from verifiers.v1 import SingleAgentEnvConfig
@@ -148,7 +153,8 @@ def main() -> None:
 
 
 def _row(task: Any, taskset: str, address: str) -> dict[str, Any]:
-    """Return the row of a task for task.path. Its prompt is for the logs: the harness writes the model's prompt."""
+    """Return the row of a task for task.path. Its prompt is only for logs: the harness of verifiers prompts the model.
+    """
     text = task.data.prompt_text or f"task {task.data.idx}"
     return {
         "data_source": f"verifiers/{taskset}", "prompt": [{"role": "user", "content": text}],

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 MAX_CHARACTERS = 300
 MAX_BITS = 2048
-"""The largest allowed size of a power, so that 9**9**9 costs neither time nor memory."""
+"""The largest allowed size of a power. It keeps 9**9**9 from costing time and memory."""
 _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos,
@@ -39,7 +39,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    """Return the value of a node of the syntax tree. ValueError: it is neither a number nor an arithmetic operation."""
+    """Return the value of a node of the syntax tree. Raises ValueError if it is neither a number nor arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

@@ -1,7 +1,7 @@
 """The tools of MCP servers: `task.tools: ["mcp:http://127.0.0.1:9000/mcp", "mcp:python my_server.py"]`.
 
-The package `mcp` must be installed (pip install mcp). Each worker starts a server that is given as a command. All
-episodes of a worker share one session with each server, in a thread with an event loop of its own.
+The package `mcp` must be installed (pip install mcp). If an entry is a command, each worker starts its own server. All
+episodes of a worker share one session with each server, in a thread with its own event loop.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rollout_server.episodes.conversation.chat_messages import Schema
 START_S = 60.0
 """How long a server may take to start, or to answer the first request."""
 PING_S = 5.0
-"""How long a server may take to answer a ping. A ping checks a session after an error."""
+"""How long a server may take to answer a ping, which checks a session after an error."""
 END_S = 5.0
-"""How long the end of a session may take."""
+"""How long closing a session may take."""
 
 CallTool = Callable[..., Awaitable[str]]
 
 
 class McpToolError(Exception):
-    """A tool of an MCP server failed. The message is the server's, for the model to read."""
+    """A tool of an MCP server failed. The message comes from the server, and the model reads it."""
 
 
 class McpServer:
-    """One MCP server, with one session for the tool calls of all episodes of this process.
+    """An MCP server. All episodes of this process call its tools through one session.
 
-    The session begins with the first call. If the server ends, the next call begins another session.
+    The first call opens the session. If the server ends, the next call opens another session.
 
     Args:
-        name: an entry of task.tools: `mcp:` and the server's URL or command.
+        name: an entry of task.tools: the server's URL or command after `mcp:`.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,8 +55,7 @@ class McpServer:
     def tools(self) -> list[tuple[Schema, CallTool]]:
         """Return (description, function that calls the tool) for each tool of the server.
 
-        This opens a session, asks for the list of tools, and ends the session. It blocks until the server has answered.
-        Calls of tools use another session.
+        Opens a session of its own for the list of tools, and closes it. It blocks until the server has answered.
 
         Raises:
             ConfigError: the package `mcp` is missing, or the server can't be used.
@@ -66,7 +65,7 @@ class McpServer:
         return [(schema, self._caller(schema["function"]["name"])) for schema in schemas]
 
     def close(self) -> None:
-        """End the session, and the server if this process started it."""
+        """Close the session, and end the server if this process started it."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
@@ -87,7 +86,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Any]:
-        """Open a session with the server, and start the server if its command is given. Both end with the block."""
+        """A context with an open session. If the entry is a command, the server runs as long as the context."""
         try:
             from mcp import ClientSession, StdioServerParameters
             from mcp.client.stdio import stdio_client
@@ -142,7 +141,7 @@ class McpServer:
         return text
 
     async def _open(self) -> Any:
-        """Open a session and return it. A task of its own keeps it open until `_end` is set."""
+        """Open a session and return it. A separate task keeps it open until `_end` is set."""
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         end = self._end = asyncio.Event()
 
@@ -200,14 +199,14 @@ def _schema(tool: dict[str, Any]) -> Schema:
 
 
 def _text(part: dict[str, Any]) -> str:
-    """Return the text of one part of a tool's result. An image or a sound gives only its kind, e.g. `[image]`."""
+    """Return the text of one part of a tool's result. For an image or a sound it is only its kind, e.g. `[image]`."""
     if part["type"] == "resource":
         return str(part["resource"].get("text") or f"[{part['resource']['uri']}]")
     return str(part["text"]) if part["type"] == "text" else f"[{part['type']}]"
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first exception in a group, also in nested groups."""
+    """Return the first exception in an exception group, also in nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""A search in local text files as a tool. Your own module makes it for a folder, and `task.tools` names it:
+"""A search in local text files as a tool. Create it for a folder in your own module, and name that in `task.tools`:
 
     search = TextFolder("notes").search
 """
@@ -20,7 +20,7 @@ _K1, _B = 1.5, 0.75
 
 
 class TextFolder:
-    """The paragraphs of all .txt and .md files in a folder and its subfolders.
+    """A search index over the paragraphs of all .txt and .md files in a folder and its subfolders.
 
     Raises:
         ConfigError: the folder has no such file.

@@ -1,4 +1,4 @@
-"""Makes tools of typed Python functions, classes and MCP servers, and calls them; the model reads their errors."""
+"""Makes tools from typed Python functions, classes and MCP servers, and calls them. The model reads their errors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rollout_server.episodes.conversation.chat_messages import Message, Schema, 
 from rollout_server.episodes.user_code import CodeExitError, ForeignCode, OverdueError, called, error_text
 
 MAX_RESULT_CHARACTERS = 10_000
-"""The longest result of a tool. A longer one loses its middle."""
+"""The longest result of a tool. The middle of a longer result is cut out."""
 MAX_CALLS = 16
-"""The most calls of one reply that are answered. All episodes of a worker share the places for calls, so hundreds of
-calls in one reply would hold up the others."""
+"""The most calls of one reply that are run. All episodes of a worker share a limit on simultaneous calls, so
+hundreds of calls in one reply would delay the others."""
 _KEY = "task.tools"
 
 
@@ -33,14 +33,14 @@ class Tool:
 
     schema: Schema
     function: Callable[..., Any] | None = None
-    """A `def` or an `async def`. None: the environment's `step` gets the replies that call this tool."""
+    """A `def` or an `async def`. None: replies that call this tool go to the environment's `step`."""
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
         """Return a tool that calls a typed function. A `def` runs in a thread and may block.
 
-        The description comes from the annotations and the docstring, which needs a section `Args:`. When the model
-        calls the tool, its arguments are checked against the annotations.
+        The tool's description comes from the annotations and the docstring, which needs a section `Args:`. When the
+        model calls the tool, the call's arguments are checked against the annotations.
 
         Raises:
             ConfigError: an annotation, the docstring or the description of an argument is missing.
@@ -62,7 +62,7 @@ class Tool:
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
-    """Return, for each entry of task.tools, a function that makes its tools for one episode.
+    """Return, for each entry of task.tools, a function that creates the entry's tools for one episode.
 
     An entry is one of these:
 
@@ -95,7 +95,8 @@ def _maker(name: str) -> Callable[[], list[Tool]]:
 
 
 def _first_made(name: str, make: Callable[[], list[Tool]]) -> list[Tool]:
-    """Return the tools of an entry. Raises ConfigError if they can't be created, or described to the model."""
+    """Create and return the tools of an entry. Raises ConfigError if they can't be created or described to the model.
+    """
     try:
         return make()
     except ConfigError:
@@ -118,9 +119,9 @@ class ToolCounts:
     """Counts of the tool calls of one episode."""
 
     calls: int = 0
-    """Calls in the model's replies, whether a tool of the run, the environment or the agent answers them."""
+    """Calls in the model's replies, whether the run, the environment or the agent runs the tool."""
     failed: int = 0
-    """Calls with an error of the tool, its arguments, its name or the format."""
+    """Calls that failed because of the tool, its arguments, its name or the format."""
     timeouts: int = 0
     tool_s: float = 0.0
     """The summed time of all calls."""
@@ -128,15 +129,15 @@ class ToolCounts:
 
 @dataclass(slots=True)
 class ToolCaller:
-    """Calls the tools of one episode. An error is counted, and becomes a message that the model reads.
+    """Calls the tools of one episode. Errors are counted, and become messages that the model reads.
 
     Args:
-        places: limits the simultaneous calls of all episodes of a worker.
+        places: a semaphore that limits the simultaneous calls of all episodes of a worker.
     """
 
     tools: Sequence[Tool]
     tool_s: float
-    """The time limit of a call (timeouts.tool_s), after its wait for a place."""
+    """The time limit of a call (timeouts.tool_s), from when `places` lets it start."""
     places: asyncio.Semaphore
     foreign: ForeignCode
     counts: ToolCounts = field(default_factory=ToolCounts)
@@ -145,14 +146,16 @@ class ToolCaller:
         return [tool.schema for tool in self.tools]
 
     def can_answer(self, calls: Sequence[ToolCall]) -> bool:
-        """Return False if a call is for a tool without a function: the environment answers such a reply."""
+        """Return whether all called tools have functions. If not, the environment must answer the reply."""
         own = {tool.name for tool in self.tools if tool.function is None}
         return not any(call["function"]["name"] in own for call in calls)
 
     async def answer(self, calls: Sequence[ToolCall], errors: Sequence[str]) -> list[Message]:
-        """Run all calls at the same time. Return their results in order, then a message for each malformed call.
+        """Run all calls of a reply simultaneously.
 
-        Calls beyond MAX_CALLS are not run, and one more message says so.
+        Return their results in order, then a message for each malformed call.
+
+        Calls beyond MAX_CALLS are not run; one more message says so.
 
         Args:
             errors: descriptions of the malformed calls.
@@ -205,9 +208,9 @@ async def _result(function: Callable[..., Any], arguments: dict[str, Any]) -> st
 
 
 def _malformed(error: str) -> Message:
-    """Return the message that tells the model of a call that can't be read.
+    """Return a message that describes a malformed call to the model.
 
-    Some chat templates refuse results without a name and an id of nine letters and digits.
+    It has a name and an id of nine letters and digits, because some chat templates refuse results without them.
     """
     return Message(role="tool", content=_shortened(f"error: {error}"), tool_call_id="malformed", name="unknown")
 

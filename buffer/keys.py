@@ -118,7 +118,7 @@ def client_keys_to_send(config: Config, made: Decided) -> dict[str, bytes]:
 
 
 def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
-    """Write key files, {name: content}, into `folder`. Files that are there already, as on a shared disk, are kept.
+    """Write key files, {name: content}, into `folder`. Files with equal content, as on a shared disk, are left alone.
 
     Only the owner can read them. Several processes of a host may call this simultaneously.
     """

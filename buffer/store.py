@@ -57,7 +57,7 @@ class Store:
     # --- for workers
 
     def capacity(self) -> int:
-        """Return how many groups may start now; 0 before the first call of `served`, and while a drain waits."""
+        """Return how many groups may start now; 0 before the first `served` and while `may_push` stops admission."""
         return 0 if self.state.is_draining else self.mode.capacity(self.state)
 
     def running_by_worker(self) -> Counter[str]:
@@ -206,7 +206,7 @@ class Store:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
-        """Return whether the learner may push its newest version now; with weight_sync.on_update=drain stop admission.
+        """Return whether the learner may push its newest version now. With weight_sync.on_update=drain, stop admission.
 
         With `drain` a push waits until no group runs, and admission stays stopped until `served`. In exact mode a push
         waits until all groups of the served version were admitted and have arrived. In all other cases it need not

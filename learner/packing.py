@@ -1,13 +1,13 @@
-"""Packs rows into micro-batches: finds rows of episodes, plans packs, makes attention masks and tensors.
+"""Packs rows into micro-batches: finds the rows of episodes, plans packs, makes attention masks and tensors.
 
-The plan is deterministic, the same on every rank. A piece is a prompt followed by k rows of its group, so that their
-shared prompt is computed once. A pack is one or more pieces, so that little is padding:
+The plan is deterministic, so every rank makes the same. A piece is a prompt followed by k rows of its group, so that
+the prompt is computed once for all of them. A pack is one or more pieces, so that little is padding:
 
     prompt a | row 1 | row 2 | prompt b | row 3 | padding
 
-A row attends to its prompt and to itself, and its positions continue the prompt's. Its last token predicts
-nothing that is trained, so it isn't fed. Packs of one row need no attention mask: padding is on the right. A row may
-begin with tokens that are not trained.
+A row attends to its prompt and to itself, and its positions continue the prompt's. The last token of a row is not fed,
+because it predicts no trained token. Packs of one row need no attention mask: padding is on the right. A row may begin
+with tokens that are not trained.
 """
 
 from __future__ import annotations
@@ -36,19 +36,16 @@ def rows_by_episode(group: Group) -> list[range]:
 
 
 def tokens_by_episode(group: Group) -> list[int]:
-    """Return for each episode the number of its sampled tokens.
-
-    These are the trained tokens of all its rows and those that are masked only for their age.
-    """
+    """Return for each episode the number of its sampled tokens: trained, or masked only because they are too old."""
     sampled = [int(row.sampled.sum()) for row in group.rows]
     return [sum(sampled[index] for index in indices) for indices in rows_by_episode(group)]
 
 
 def reward_at_tokens(group: Group) -> list[npt.NDArray[np.float64]]:
-    """Return for each row the reward that is given at each of its tokens, [T].
+    """Return for each row the reward given at each of its T tokens, [T].
 
-    The reward of a turn is given at the turn's last token. The last trained token of a row also gets the rewards of all
-    turns in later rows of its episode, because it led to them. A turn whose tokens are all masked for their age gets no
+    A turn's reward is given at the turn's last token. The last trained token of a row also gets the rewards of all
+    turns in later rows of its episode, because it led to them. A turn whose tokens are all masked as too old gets no
     reward.
     """
     placed: list[npt.NDArray[np.float64]] = []
@@ -67,7 +64,7 @@ def reward_at_tokens(group: Group) -> list[npt.NDArray[np.float64]]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A prompt with `rows`, the indices of some rows of `groups[group]`; `length` is in tokens."""
+    """A prompt and some rows of its group that are computed together. `rows` are indices in `groups[group].rows`."""
 
     group: int
     rows: tuple[int, ...]
@@ -76,13 +73,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The kinds of packs that the attention of every network can compute; the plan of a batch depends on it."""
+    """The kinds of packs that the attention of every network can compute. They decide how a batch is packed."""
 
     masked: bool
     """Attention takes a mask, so rows may share a prompt, and pieces may share a pack."""
     sparse: bool = False
-    """Attention skips masked pairs of tokens, or cuts a pack where positions restart: a micro-batch is one pack without
-    padding. Else each token costs as much as its pack is wide, and packs are no wider than the longest piece."""
+    """Attention skips masked pairs of tokens, or cuts a pack where positions restart. Then a micro-batch is one pack
+    without padding. Otherwise each token costs as much as its pack is wide, and packs are no wider than the longest
+    piece."""
     pair_cost: float = 0.0
     """Cost of a pair of positions in attention, in tokens; 1 / (6 * hidden) for a common transformer."""
 
@@ -90,9 +88,10 @@ class Layout:
 def split_minibatches(
     groups: Sequence[Group], count: int, rng: np.random.Generator
 ) -> list[list[tuple[int, int]]]:
-    """Return all (group, row) pairs in `count` parts, or in fewer if there are fewer episodes; groups are shuffled.
+    """Return the (group, row) pairs of all rows, split into `count` minibatches. Groups are shuffled by `rng`.
 
-    All rows of an episode are in one part. The numbers of episodes of two parts differ by at most one.
+    All rows of an episode are in one minibatch. Numbers of episodes differ by at most one. With fewer episodes than
+    `count` there are fewer minibatches.
     """
     order = rng.permutation(len(groups))
     episodes = [[(int(g), pack) for pack in packs] for g in order for packs in rows_by_episode(groups[g])]
@@ -104,13 +103,16 @@ def split_minibatches(
 def make_pieces(
     groups: Sequence[Group], pairs: Sequence[tuple[int, int]], max_tokens: int, max_rows: int, layout: Layout
 ) -> list[Piece]:
-    """Return pieces of at most `max_rows` rows and `max_tokens` tokens; a longer single row gets its own.
+    """Return pieces of at most `max_rows` rows and `max_tokens` tokens; a longer single row gets its own piece.
 
-    Rows whose prompts were fed through other experts do not share theirs.
+    Rows do not share a prompt if the engine computed it with different experts for them.
 
     With prompt length P and fed answer tokens that add up to R, k rows share a piece while R^2 <= k * P^2, and
-    always where attention is sparse. Such a piece never costs more than k do: linear layers see P + R <= kP + R
+    always where attention is sparse. Such a piece never costs more than k pieces: linear layers see P + R <= kP + R
     tokens, dense attention sees (P + R)^2 <= k * (P + R / k)^2 pairs (the difference is (k - 1) * (P^2 - R^2 / k)).
+
+    Args:
+        pairs: (group, row) indices of the rows.
     """
     by_group: dict[int, list[int]] = {}
     for group, row in pairs:
@@ -135,7 +137,7 @@ def make_pieces(
 
 
 def _same_prompt_routing(group: Group, a: int, b: int) -> bool:
-    """Return whether the prompt was fed through the same experts before the rows `a` and `b` of the group."""
+    """Return whether rows `a` and `b` of the group recorded the same experts for their prompt."""
     routings = (group.rows[a].routing, group.rows[b].routing)
     first, second = (None if each is None else each[: len(group.prompt_tokens)] for each in routings)
     return first is second or (first is not None and second is not None and np.array_equal(first, second))
@@ -147,7 +149,8 @@ def plan_microbatches(
     """Return the packs of every micro-batch of every rank, indexed [rank][micro-batch][pack].
 
     Each piece, longest first, goes to the rank with the fewest tokens so far. The pieces of a rank share packs, or get
-    a pack each where that is cheaper. Ranks with fewer micro-batches get empty ones: collectives need equal counts.
+    a pack each where that is cheaper. Ranks with fewer micro-batches get empty ones, because collectives need equal
+    counts.
     """
     loads = [0] * ranks
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -168,11 +171,11 @@ def plan_microbatches(
 def _pack(
     share: Sequence[Piece], max_tokens: int, is_sparse: bool, may_share_packs: bool
 ) -> list[list[list[Piece]]]:
-    """Return the packs of one rank's micro-batches by first-fit, [micro-batch][pack]. `share` holds its pieces.
+    """Return the packs of one rank, [micro-batch][pack], by first-fit. `share` has the rank's pieces, longest first.
 
-    Each piece, longest first, goes into the first pack with room, else into a new pack, else into a new micro-batch.
+    Each piece goes into the first pack with room, else into a new pack, else into a new micro-batch.
 
-    Packs are as wide as the first piece, or as the budget where attention is sparse; packs * width <= `max_tokens`.
+    A pack is as wide as the first piece, or as the budget where attention is sparse; packs * width <= `max_tokens`.
     """
     cuts: list[list[list[Piece]]] = []
     width = 0
@@ -197,23 +200,23 @@ def _pack(
 
 
 def _cost(packs: Sequence[Sequence[Piece]], pair_cost: float) -> float:
-    """Return the cost of computing a micro-batch, padding and attention included, in tokens without attention.
+    """Return the cost of computing a micro-batch, including padding and attention. One token without attention costs 1.
 
-    Causal attention without a mask leaves half of the pairs out.
+    Causal attention without a mask computes only half of the pairs.
     """
     width = max(sum(piece.length for piece in pack) for pack in packs)
     return len(packs) * width * (1 + pair_cost * width * (1.0 if needs_mask(packs) else 0.5))
 
 
 def needs_mask(packs: Sequence[Sequence[Piece]]) -> bool:
-    """Return whether attention needs a mask: some pack holds more than one row."""
+    """Return whether attention needs a mask, because some pack has more than one row."""
     return any(len(pack) > 1 or len(pack[0].rows) > 1 for pack in packs)
 
 
 BLOCK = 128
 """Number of tokens along each side of a block."""
 SLAB = 8 * BLOCK
-"""Number of query tokens whose pairs are in memory at a time."""
+"""Number of query tokens whose pairs are in memory simultaneously."""
 WHOLE = slice(None)
 
 
@@ -222,9 +225,10 @@ def attention_mask(
     dtype: torch.dtype,
     queries: slice = WHOLE,
 ) -> Tensor:
-    """Return what to add to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, s, S]
+    """Return the tensor to add to attention scores: 0 where a token may attend, else the lowest number. [B, 1, s, S]
 
-    The s query tokens are given by `queries`, by default all S.
+    Args:
+        queries: the range of the s query tokens, by default all S.
     """
     start, end, _ = queries.indices(segments.shape[2])
     allowed = may_attend(segments, start, end)
@@ -233,9 +237,9 @@ def attention_mask(
 
 
 def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
-    """Return whether tokens start..end - 1 may attend to each token of their pack, a bool [B, end - start, S].
+    """Return which tokens of their pack the tokens start..end - 1 may attend to, a bool [B, end - start, S].
 
-    It may attend to the tokens of its own segment and of its prompt, not to later ones.
+    A token attends to itself and to earlier tokens of its segment and of its prompt.
     """
     own, root = segments[:, :, start:end, None]
     other = segments[0][:, None, :]
@@ -271,7 +275,7 @@ def block_mask(segments: Tensor, queries: slice = WHOLE) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of True blocks in each pack [B, 1, q], columns with True blocks first [B, 1, q, k])."""
+    """Return (number of True blocks per line [B, 1, q], column numbers per line, True blocks first [B, 1, q, k])."""
     numbers = blocks.int().argsort(dim=2, descending=True, stable=True)
     return blocks.sum(2, dtype=torch.int32)[:, None], numbers.int()[:, None]
 
@@ -282,7 +286,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """The tokens of a forward pass, and the N places where its hidden states are read."""
+    """The tokens of a forward pass in B packs of width S, and the N places where its hidden states are read."""
 
     tokens: Tensor  # [B, S] int64
     segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all packs are plain causal
@@ -303,8 +307,7 @@ class ForwardInputs(PackedTokens):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTokens:
-    """The N response tokens of k rows, as the loss needs them; nothing here depends on a network.
-    """
+    """The N response tokens of k rows, as the loss needs them. Nothing here depends on a network."""
 
     behaviour: Tensor  # [N] float32 behaviour logprobs, 0 where not trained
     trained: Tensor  # [N] bool
@@ -317,17 +320,22 @@ class ResponseTokens:
     rewards: Tensor  # [N] float32 reward that is given at the token, 0 where not trained
     counted: Tensor  # [k] float32 number of tokens by which a mean over each row's episode divides
     lengths: tuple[int, ...]
-    """Number of response tokens T of each row; their sum is N."""
+    """Number of response tokens T of each row; they add up to N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The tokens of one forward pass on one rank, with the logprobs and values computed at step start, if needed."""
+    """The tokens of one forward pass on one rank. `proximal`, `values` and `reference` are computed at step start.
+
+    They are None where the objective does not need them.
+    """
 
     inputs: ForwardInputs
     response: ResponseTokens
     rows: tuple[tuple[int, int], ...]
-    """Indices (group, row) of each row in the batch; empty if the micro-batch only keeps a rank in step."""
+    """Indices (group, row) of each row in the batch; empty for a filler that only keeps this rank's collectives in
+    step.
+    """
     proximal: Tensor | None = None  # [N] logprobs of the policy, 0 where not trained
     values: Tensor | None = None  # [N] of the critic
     reference: Tensor | None = None  # [N] logprobs of the frozen reference, 0 where not trained
@@ -339,27 +347,29 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int
-    """Number of trained tokens of all ranks, at least 1. The critic's summed loss is divided by this."""
+    """Number of trained tokens of all ranks, at least 1. The critic's summed loss is divided by it."""
     normaliser: float
-    """The policy's summed loss is divided by this."""
+    """The policy's summed loss is divided by this number."""
     whitening: tuple[float, float] = (0.0, 1.0)
     """(mean, scale) of the batch's advantages: a token's advantage is (A - mean) * scale."""
     balance: Tensor | None = None  # [E] the slopes of the routers' auxiliary loss, see balance.py; None: there is none
     m2po_limit: tuple[float, int] = (math.inf, 2**63 - 1)
-    """The last token that the M2PO mask keeps, see corrections.m2po_limit; by default all are kept."""
+    """(square, place) of the last token that the M2PO mask keeps, from corrections.m2po_limit; by default all are kept.
+    """
     mean_weight: float = 1.0
-    """Importance weights are divided by this. It is their mean if correction.batch_normalised is set, else 1."""
+    """Importance weights are divided by this number: their mean if correction.batch_normalised is set, else 1."""
 
 
 def collate(
     batch: Batch, packs: Sequence[Sequence[Piece]], advantages: Sequence[Sequence[FloatArray]], device: torch.device,
     is_trained: bool = True,
 ) -> MicroBatch:
-    """Return the micro-batch that holds these packs, with its tensors on `device`.
+    """Return the micro-batch of these packs, with its tensors on `device`.
 
     Args:
+        packs: [pack][piece].
         advantages: [group][row], [T] each.
-        is_trained: False: no token is trained, and the micro-batch only keeps a rank in step with others' collectives.
+        is_trained: False: a filler, in which no token is trained. It only keeps this rank's collectives in step.
     """
     width = max(sum(piece.length for piece in pack) for pack in packs)
     tokens = np.zeros((len(packs), width), np.int64)
@@ -403,7 +413,7 @@ def collate(
 
 
 def _supports(rows: Sequence[Row], device: torch.device) -> TokenSupports | None:
-    """Return the supports of the tokens of these rows, all of which have one or none has."""
+    """Return the supports of the tokens of these rows (the ids that each was drawn from); None if none is recorded."""
     supports = [row.support for row in rows if row.support is not None]
     if not supports:
         return None
@@ -468,13 +478,13 @@ def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 SPLIT_PREFIX = "sequence_parallel_"
-"""The beginning of the names of split attention in transformers' table; the name of a kernel follows."""
+"""Prefix of the names of sequence-parallel attention in transformers' table; the name of a kernel follows."""
 RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
-"""Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
+"""Prefixes of configuration keys of models with recurrent layers, in which no attention mask separates rows."""
 WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size", "window_size")
 
 
 def kernel_of(lm: Any) -> str:
-    """Return the attention that the model was loaded with, such as sdpa."""
+    """Return the name of the attention that the model was loaded with, such as sdpa."""
     name: str = lm.config._attn_implementation
     return name.removeprefix(SPLIT_PREFIX)

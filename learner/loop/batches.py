@@ -1,4 +1,5 @@
-"""Takes a batch: rank 0 asks the buffer, every rank gets the answer and checks the age of each token to train on."""
+"""Takes a batch: rank 0 asks the buffer, shares the answer with all ranks, and each rank checks the age of every token.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +23,35 @@ from learner.packing import rows_by_episode
 
 @dataclass(frozen=True, slots=True)
 class NoBatch:
-    """The reason why there is no batch, which every rank gets in its place.
+    """Says why the learner gets no batch now. Every rank gets it in place of the batch.
 
-    `push wanted`: a rollout server came back and waits for weights; the batch is asked for again after the push.
-    `checkpoint wanted`: so does the program that trains; the batch is asked for again after the checkpoint.
-    `paused`: the watcher has paused the run; the batch is asked for again, also while the pause lasts.
-    `stopped`: the user has stopped the run. `ended`: the program has ended it early, as if it were complete.
-    `nothing to learn`: the buffer will hand out no batch any more.
+    `push wanted`: a rollout server came back and waits for weights; the learner asks again after the push.
+    `checkpoint wanted`: the user's training program wants a checkpoint; the learner asks again after it.
+    `paused`: the watcher has paused the run; the learner asks again every few seconds.
+    `stopped`: the user has stopped the run.
+    `ended`: the user's training program has ended the run early, as if it were complete.
+    `nothing to learn`: the buffer will hand out no further batch.
     """
 
     why: Literal["push wanted", "checkpoint wanted", "paused", "stopped", "ended", "nothing to learn"]
     reason: str = ""
-    """The reason of the buffer or of the program why no batch will follow."""
+    """For `ended` and `nothing to learn`, the text from the program or the buffer that says why no batch follows."""
 
 
 Taken = Sequence[bytes | memoryview] | NoBatch
-"""The frames of a batch as the buffer sent them, for `decode_batch`, or why there is none."""
+"""A batch as the frames that the buffer sent, for `decode_batch`, or a NoBatch that says why there is none."""
 
 
 def ask_buffer(
     client: LearnerClient, version: int, asked: Callable[[], NoBatch | None], is_push_wanted: Callable[[], bool]
 ) -> Taken:
-    """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
+    """Wait on rank 0 for batch number `version`, and return its frames or a NoBatch that says why there is none.
 
-    Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true. In a
-    pause the buffer is not asked: it may have a batch immediately.
+    During a pause this returns without asking the buffer, which might have a batch.
+
+    Args:
+        asked: called every few seconds; a NoBatch from it ends the wait, and is returned.
+        is_push_wanted: called every few seconds; True ends the wait with `push wanted`.
 
     Raises:
         WaitTimeoutError: there was no batch within timeouts.batch_s, and no other reason to end the wait.
@@ -63,15 +68,14 @@ def ask_buffer(
 def await_push(
     client: LearnerClient | None, version: int, asked: Callable[[], NoBatch | None]
 ) -> NoBatch | None:
-    """Wait on every rank until `version` may be pushed; return None, or why the run ends without that push. Collective.
-
-    Of what is `asked` for, only an end is heeded here: the rest comes after the push.
+    """Wait on every rank until `version` may be pushed. Returns None, or why the run ends without it. Collective.
 
     Args:
         client: rank 0's client; None on the other ranks, which get rank 0's answer.
+        asked: called every few seconds. Only `stopped` and `ended` end the wait; other requests wait for the push.
 
     Raises:
-        WaitTimeoutError: it may not be pushed within timeouts.batch_s.
+        WaitTimeoutError: the version may not be pushed within timeouts.batch_s.
     """
 
     def asked_end() -> NoBatch | None:
@@ -90,10 +94,10 @@ def await_push(
 
 
 def share_taken(taken: Taken | None) -> Taken:
-    """Return what rank 0 has `taken` on every rank; the other ranks pass None. Collective.
+    """Send what rank 0 has `taken` to all ranks and return it; the other ranks pass None. Collective.
 
-    It goes through CPU memory, by gloo, because the others wait here for as long as answers are generated: NCCL would
-    run a kernel on each of their GPUs until then, and keep a core busy.
+    The ranks exchange it in CPU memory, by gloo: they wait here while answers are generated, and NCCL would keep their
+    GPUs and a core busy with waiting.
     """
     data = torch.empty(0, dtype=torch.uint8)
     if taken is not None:
@@ -112,8 +116,12 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
     """Check that no trained token is too old, and return the batch; `staleness.on_late: mask` masks such tokens first.
 
     Returns:
-        The batch, and metrics of its staleness before masking, none without `staleness.on_late: mask`. An episode has
-        the staleness of its oldest trained token. A turn is masked if all of its tokens are.
+        The batch, and metrics of its staleness before masking; [] without `mask`. The staleness of an episode is that
+            of
+        its oldest trained token. A turn counts as masked if all of its tokens are.
+
+    Raises:
+        StalenessError: as `check_bound` does.
     """
     if staleness.on_late != "mask":
         check_bound(batch, version, staleness.max)
@@ -147,10 +155,10 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
 
 
 def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
-    """Check that the batch is for `version` and that each trained token is at most `max_staleness` versions older.
+    """Check that the batch is for `version`, and that no trained token is more than `max_staleness` versions older.
 
     Raises:
-        StalenessError: the batch is for another version, a trained token is too old, or a token is of a later version.
+        StalenessError: the batch is for another version, a trained token is too old, or a token has a later version.
     """
     if batch.version != version:
         raise StalenessError(

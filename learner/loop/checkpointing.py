@@ -1,7 +1,7 @@
 """Writes the learner's checkpoints during training, and loads them, with torch.distributed.checkpoint (DCP).
 
-    save   every rank copies its tensors to host memory, and training waits only for that; a thread then lets DCP write
-           one .distcp file per rank and, once all ranks have written, .metadata, which says what is where
+    save   every rank copies its tensors to host memory, and training waits only for this copy; a thread then lets DCP
+           write one .distcp file per rank and, once all ranks have written, the index .metadata
     name   rank 0 adds the `TrainingState` and renames the folder from step_N.partial to step_N, so that a crash leaves
            no folder that looks complete
     load   DCP reads into the live tensors in place, and reshards them if the number of ranks has changed
@@ -40,11 +40,15 @@ from async_rl.base.run_dir.checkpoints import (
 from learner.loop.optimizer import Optimizer
 
 AVERAGE = ".average"
-"""The suffix that makes the name of a moving average from the name of its weight."""
+"""The suffix of a moving average's name; before it comes the name of the weight."""
 
 
 class Checkpointer:
-    """Saves and loads the networks of one learner rank with their optimizers, by name. Every method is collective."""
+    """Saves and loads the trained networks of one learner rank and their optimizers. Every method is collective.
+
+    Args:
+        optimizers: [name of the network] its optimizer, which has the network's module.
+    """
 
     def __init__(self, config: Config, optimizers: Mapping[str, Optimizer], device: torch.device) -> None:
         self._optimizers = optimizers
@@ -59,10 +63,12 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self.write_s = 0.0
-        """Seconds from the start of the last complete checkpoint to its end, most of them during training."""
+        """How long the last complete checkpoint took from start to end, in seconds; training continued for most of
+        them.
+        """
 
     def save(self, target: Path, state: TrainingState, step_metrics: str = "") -> None:
-        """Wait for the checkpoint before, start one in folder `target`, and return once the tensors are copied.
+        """Start a checkpoint in folder `target`, and return once the tensors are copied. Waits for the one before.
 
         Args:
             step_metrics: on rank 0 the metrics of the last steps, for async_rl/base/run_dir/checkpoints.py.
@@ -107,18 +113,18 @@ class Checkpointer:
         self._running = None
 
     def check(self) -> None:
-        """Raise the AsyncRLError of `wait` if the last write has failed, without waiting for one that still runs."""
+        """Raise the AsyncRLError of `wait` if the last write has failed. Does not wait for a write that still runs."""
         if self._running is not None and self._running.done():
             self.wait()
 
     def load(self, folder: Path) -> TrainingState:
         """Restore networks, optimizers and random state from the checkpoint `folder`, and return its `TrainingState`.
 
-        A rank that the saved run did not have keeps its random state, and so does a GPU if the saved run had none. If
-        the saved run had no average of its weights, one begins with the weights of the checkpoint.
+        A rank that the saved run did not have keeps its random state. So does a GPU if the saved run had none. If the
+        saved run had no average of its weights, the average starts as the weights of the checkpoint.
 
         Raises:
-            ConfigError: the checkpoint holds other networks or more trained weights, or can't be loaded into these.
+            ConfigError: the checkpoint has other networks or more trained weights, or does not fit the networks.
         """
         state = read_training_state(folder)
         if set(state.networks) != set(self._optimizers):
@@ -161,7 +167,7 @@ class Checkpointer:
         return state
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """Return, by network, the counts and numbers of its optimizer, for `TrainingState.networks`."""
+        """Return for each network the counts and numbers of its optimizer, for `TrainingState.networks`."""
         return {name: optimizer.counts() for name, optimizer in self._optimizers.items()}
 
     def close(self) -> None:
@@ -196,7 +202,7 @@ class Checkpointer:
         return tensors
 
     def _random_state(self) -> Tensor:
-        """Return this rank's random states: the CPU's, and after it the GPU's if it has one."""
+        """Return this rank's random state: the CPU's, followed by the GPU's if it has one. [bytes] uint8"""
         states = [torch.get_rng_state()]
         if self._device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self._device))
@@ -207,10 +213,10 @@ def check_weights(folder: Path, trained: Collection[str]) -> None:
     """Check that a configuration trains all trained weights of a checkpoint. Otherwise they would be lost.
 
     Args:
-        trained: the names of the weights that the configuration trains, as in `policy.NAME`.
+        trained: the names of the weights that the configuration trains, such as `policy.NAME`.
 
     Raises:
-        ConfigError: a weight of the checkpoint is frozen in this configuration, or is not there.
+        ConfigError: a weight of the checkpoint is frozen or missing in this configuration.
     """
     held, networks = _held(folder), {name.partition(".")[0] for name in trained}
     lost = sorted(
@@ -227,17 +233,17 @@ def check_weights(folder: Path, trained: Collection[str]) -> None:
 
 
 def has_average(folder: Path) -> bool:
-    """Return whether a checkpoint holds the moving average of the policy's weights."""
+    """Return whether a checkpoint has the moving average of the policy's weights."""
     return any(name.startswith("policy.") and name.endswith(AVERAGE) for name in _held(folder))
 
 
 def _held(folder: Path) -> dict[str, Any]:
-    """Return the metadata of each tensor of a checkpoint, such as its `size`, by name."""
+    """Return {name: metadata} of the tensors of a checkpoint. The metadata have, for example, the `size`."""
     return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
 
 
 def _first_reason(error: BaseException) -> str:
-    """Return the message of the error that one rank raised, without the stack traces that DCP adds."""
+    """Return the message of the first error that a rank raised, without the stack traces that DCP adds."""
     if isinstance(error, dcp.api.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__

@@ -16,19 +16,22 @@ from async_rl.base.types import Batch
 from learner.loop.pusher import Pusher
 
 PATIENCE = 5
-"""A push to the evaluation servers, for which training waits, may take so many times as long as one to the others."""
+"""How many times as long as the slowest push to rollout servers a push to evaluation servers may take. Training waits
+for both.
+"""
 _REASONS = ("", "the evaluation before it is still running", "no evaluation server is up")
-"""The reasons for which a version is skipped, by the number that rank 0 broadcasts; 0: it is evaluated."""
+"""Why a version is not evaluated. Rank 0 broadcasts the index; 0: it is evaluated."""
 
 
 class Evaluations:
     """The evaluations during training, one at a time.
 
-    A version that is due during another evaluation is skipped. But if its own evaluation may decide about a checkpoint,
-    its push waits for the end of the other one.
+    A version that becomes due during another evaluation is skipped. But if a decision about a checkpoint may need its
+    evaluation, its push waits until the other evaluation has ended.
 
-    Evaluation servers, if there are any, get a push of their own while they are idle, so they serve one version for the
-    whole evaluation. Otherwise rollout servers evaluate what they serve, and with eval.pin_version the next push waits.
+    Evaluation servers, if there are any, get their own push while they are idle, so they serve one version for the
+    whole evaluation. Otherwise rollout servers evaluate the version they serve, and with eval.pin_version the next push
+    waits.
 
     Args:
         weights: pushes to the evaluation servers; None: there are none.
@@ -36,7 +39,7 @@ class Evaluations:
 
     def __init__(self, config: Config, rank: int, timeline: Timeline, weights: Pusher | None):
         self.schedule = EvalSchedule(config)
-        """Other threads report here that an evaluation has ended."""
+        """When evaluations are due. Other threads report the end of an evaluation here."""
         self.weights = weights
         self._rank = rank
         self._timeline = timeline
@@ -47,15 +50,17 @@ class Evaluations:
         self._push_spans: list[Span] = []
 
     def connect(self) -> list[ServersLost]:
-        """Prepare the pushes to the evaluation servers; returns the reports of those that died meanwhile."""
+        """Connect to the evaluation servers, and return reports of those that died meanwhile."""
         return self.weights.connect() if self.weights else []
 
     def note_push(self, seconds: float) -> None:
-        """Note on rank 0 how long a push to the rollout servers took."""
+        """Record on rank 0 how long a push to the rollout servers took. It limits pushes to evaluation servers."""
         self._slowest_push_s = max(self._slowest_push_s, seconds)
 
     def make_due(self, version: int, batch: Batch | None) -> list[EvaluationDue | EvaluationSkipped | ServersLost]:
-        """Note that all rollout servers serve `version`; return the reports for the driver if it is due. Collective.
+        """Begin an evaluation of `version` if it is due, and return the reports for the driver. Collective.
+
+        Call this once all rollout servers serve `version`. It pushes to the evaluation servers, if there are any.
 
         Args:
             batch: a batch with which the first push to the evaluation servers is verified.
@@ -79,7 +84,7 @@ class Evaluations:
         return [*lost, EvaluationDue(version=version, servers=self.weights.servers)]
 
     def await_end(self, version: int) -> None:
-        """Wait on every rank until no evaluation holds the push of `version` back."""
+        """Wait on every rank for the end of an evaluation that must end before `version` is pushed, if there is one."""
         if not (self._holds_pushes or (self.schedule.is_due(version) and self._needs_evaluation_of(version))):
             return
         with nullcontext() if self.schedule.is_idle else self._timeline.span("eval", "held push"):
@@ -92,12 +97,13 @@ class Evaluations:
             self.weights.publisher.close()
 
     def drain_spans(self) -> list[Span]:
-        """Return the pauses of the evaluation servers since the last call."""
+        """Return the pauses of the evaluation servers since the last call, and forget them."""
         spans, self._push_spans = self._push_spans, []
         return spans
 
     def _push_limit(self) -> Limit:
-        """Return how long a part of a push to the evaluation servers may take, before those that hang are lost."""
+        """Return how long one part of a push to the evaluation servers may take. Servers that take longer are given up.
+        """
         limit = self._timeouts.limit("push_s")
         if not self._slowest_push_s:
             return limit
@@ -105,7 +111,7 @@ class Evaluations:
         return min(limit, Limit(max(self._timeouts.silent_s, PATIENCE * self._slowest_push_s), slow))
 
     def _why_skipped(self) -> str:
-        """Return on every rank why rank 0 can't have an evaluation made now; "": it can."""
+        """Return on every rank why rank 0 can't start an evaluation now; "" if it can. Collective."""
         number = 0
         if self._rank == 0:
             if not self.schedule.is_idle:
@@ -130,41 +136,41 @@ class EvalSchedule:
         self._idle.set()
 
     def resume(self, version: int) -> None:
-        """Continue from `version`. An evaluation of this version that was due is due again: it may not have ended.
+        """Continue from `version`. If its evaluation was due, it is due again, because it may not have ended.
 
-        So the version served before it counts, which is the last multiple of weight_sync.every_steps below it.
+        So the version served before it is assumed: the last multiple of weight_sync.every_steps below `version`.
         """
         self._served = (version - 1) // self._push_every * self._push_every
 
     def served(self, version: int) -> bool:
         """Record that every server serves `version`, and return whether an evaluation of this version is due.
 
-        It is due for the first version served at or after each multiple of eval.every_steps.
+        The first version served at or after each multiple of eval.every_steps is due.
         """
         is_due, self._served = self.is_due(version), version
         return is_due
 
     def is_due(self, version: int) -> bool:
-        """Return whether an evaluation of `version` is due once every server serves it, as the next one."""
+        """Return whether `version` has to be evaluated if it is the next version that all servers serve."""
         if self._eval.every_steps == 0 or self._eval.num_prompts == 0:
             return False
         return self._served // self._eval.every_steps < version // self._eval.every_steps
 
     @property
     def is_idle(self) -> bool:
-        """Whether no evaluation runs that began with `begin`."""
+        """Whether no evaluation runs: none since `begin` and before `ended`."""
         return self._idle.is_set()
 
     def begin(self) -> None:
-        """Before the driver hears of it, note that an evaluation runs until `ended` is called."""
+        """Record that an evaluation runs until `ended` is called. Called before the driver is told to start it."""
         self._idle.clear()
 
     def ended(self) -> None:
-        """Note that the evaluation has ended, or that its result is not wanted any more."""
+        """Record that the evaluation has ended, or that its result is no longer wanted."""
         self._idle.set()
 
     def wait(self) -> None:
-        """Wait until the running evaluation has ended.
+        """Wait until no evaluation runs.
 
         Raises:
             WaitTimeoutError: the evaluation did not end within timeouts.batch_s.

@@ -1,4 +1,4 @@
-"""Runs the learner's loop: take a batch, train on it, push the new version, release the slots of its groups."""
+"""The learner's loop: take a batch, train on it, push the new version, release the slots of its groups."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ STEP_TIMES = {
     "drain": "time/drain_s", "held push": "time/held_by_eval_s", "eval push": "time/eval_push_s",
     PAUSE: "time/paused_s",
 }
-"""By name of a span, the metric that counts the span's seconds. The last four exist only if there was such a span."""
+"""[name of a span] the metric that adds up the span's seconds. The last four metrics exist only if there was such a
+span.
+"""
 
 
 class Learner:
-    """One rank of the learner, which `run` trains. Rank 0 alone talks to the buffer and to the rollout servers.
+    """One rank of the learner; `run` trains it. Only rank 0 talks to the buffer and to the rollout servers.
 
     Args:
         master_address, master_port: where rank 0 serves the rendezvous of all ranks.
@@ -67,10 +69,11 @@ class Learner:
         self._gpus = GpuSampler(f"learner/{rank}")
         self._push_metrics: list[Metric] = []
         self._push_spans: list[Span] = []
-        """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
+        """Spans of the servers' pauses since the last report. `_push_metrics` has the metrics of the same pushes."""
         pushers = open_pushers(config, self._updater, engine_urls, rank)
         self.servers = {pool: pusher.members for pool, pusher in pushers.items()}
-        """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
+        """[pool] the servers to push to. The driver reports deaths and returns of servers here on rank 0, from another
+        thread.
         """
         self.shared_gpus = SharedGpus()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
@@ -84,7 +87,7 @@ class Learner:
         self._served_version = 0
         """The version that every live server serves."""
         self._no_batch: NoBatch | None = None
-        """The reason, the same on every rank, why the run ends without another batch; None: it goes on."""
+        """Why the run ends without another batch, the same on every rank; None while the run continues."""
         state = self._checkpointer.load(Path(config.run.resume)) if config.run.resume else None
         if state:
             self.version = self._saved_version = state.version
@@ -95,7 +98,7 @@ class Learner:
         self._log_ratios = LogRatioRecorder(config, rank, state) if records else None
 
     def stop(self) -> None:
-        """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
+        """Make `run` end after the current step, with a checkpoint. May be called from another thread."""
         self.requests.stop()
         self.evaluations.schedule.ended()
 
@@ -103,7 +106,8 @@ class Learner:
         """Train on the buffer's batches until the last step, a stop, or the end of the batches.
 
         Yields StepDone after each step, and the events that the driver must act on. At the end the policy is saved in
-        run_dir/model; after `stop` there is only the checkpoint. A run cut short after its last step has only its end.
+            run_dir/model; after `stop` there is only the checkpoint. If a resumed run has no step left, only its end is
+            repeated.
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
@@ -173,8 +177,8 @@ class Learner:
     def _take(self) -> Batch | NoBatch:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
-        `stop` ends the wait. A server that came back ends it too, because it needs a push: the batch may be waiting for
-        this server's groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
+        `stop` ends the wait. So does a server that came back and needs a push: the batch may be waiting for this
+        server's groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
         """
         if self._no_batch:
             return self._no_batch
@@ -198,15 +202,17 @@ class Learner:
             dist.barrier()
 
     def _publish(self, batch: Batch | None, is_last: bool) -> Generator[LearnerReport, None, list[LearnerReport]]:
-        """Push the current version to every server, then open admission for it if it is new.
+        """Push the current version to every server. If it is new, open admission for it and begin due evaluations.
 
-        A new version first waits for an evaluation that holds pushes, then with on_update drain for the buffer; if the
-        run ends in that wait, `_take` says so. Yields the servers lost before groups may start with the version: one
-        that still lives would sample them from older weights. Returns the other reports for the driver.
+        A new version first waits for an evaluation that holds pushes, and with on_update drain for running groups. If
+        the run ends during that wait, nothing is pushed, and `_take` returns the reason.
+
+        Yields reports of lost servers before groups may start with the version: a lost server that still lives would
+        sample them from older weights. Returns the other reports for the driver.
 
         Args:
             batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.
-            is_last: it is the push after the last step, so admission stays shut.
+            is_last: the push follows the last step, so admission stays closed.
         """
         is_new = self.version > self._served_version
         if is_new:
@@ -224,9 +230,10 @@ class Learner:
         return [*self.evaluations.make_due(self.version, batch)]
 
     def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:
-        """Push the weights to every live server; verify the push with a row of `batch` if that is due.
+        """Push the weights to every live server, verified with a row of `batch` if that is due. Returns lost servers.
 
-        The last push brings the weights that are saved as the result of the run, which the driver has evaluated.
+        With `is_last` the average weights of learner.ema_decay are pushed: the run's result, which is evaluated and
+        saved.
         """
         with self._timeline.span("sync", "push"), self._updater.averaged() if is_last else nullcontext():
             report, lost = self._weights.push(self.version, batch)
@@ -267,7 +274,7 @@ class Learner:
         return replace(report, examples=choose_examples(self._updater.trained))
 
     def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
-        """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""
+        """Add the metrics of this step to those in its checkpoint. The step is reported only after the checkpoint."""
         if self.rank == 0:
             self._push_spans[:0] = self._timeline.drain()
             times = [Metric(TIME, step_s, unit="s"), *step_times(self._push_spans)]
@@ -280,7 +287,10 @@ class Learner:
         return measured
 
     def _end_early(self, no_batch: NoBatch) -> list[LearnerReport]:
-        """Save a checkpoint and, unless the user stopped the run, push and save the policy; return the reports."""
+        """End the run without another batch, and return the reports for the driver.
+
+        Saves a checkpoint and, unless the user stopped the run, pushes and saves the policy.
+        """
         events, reason, is_stop = list[LearnerReport](), no_batch.reason, no_batch.why == "stopped"
         if is_stop:
             if self.version > self._saved_version:
@@ -300,13 +310,13 @@ class Learner:
         return [TrainingEnded(version=self.version, reason=reason, is_stop=is_stop, metrics=told, spans=spans), *events]
 
     def status(self) -> Status:
-        """Return what this rank does now, and on whom it waits since when; may be called from any thread."""
+        """Return what this rank does now, whom it waits for, and since when. May be called from any thread."""
         evaluating = self.evaluations.weights
         pushed_to = {"push": self._weights.servers, "eval push": evaluating.servers if evaluating else ()}
         return rank_status(self.rank, self._timeline.now(), self.config.timeouts, pushed_to)
 
     def _checkpoint(self) -> list[Metric]:
-        """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
+        """Start a checkpoint of learner and buffer, and return its metrics once the learner's state is copied."""
         start_s = time.monotonic()
         with self._timeline.span("checkpoint", "copy"):
             state = TrainingState(
@@ -323,13 +333,13 @@ class Learner:
         ]
 
     def _checkpoint_on_request(self) -> None:
-        """Start a checkpoint, unless there is one of this version; its metrics are reported with the next step."""
+        """Start a checkpoint unless this version has one. Its metrics are reported with the next step."""
         self.requests.saved()
         if self.version > self._saved_version:
             self._push_metrics += self._checkpoint()
 
     def _wait_paused(self) -> None:
-        """Wait a few seconds at most for the end of the watcher's pause."""
+        """Wait for the end of the watcher's pause, at most a few seconds."""
         with self._timeline.span("other", PAUSE):
             if self.rank == 0:
                 self.requests.wait_paused()
@@ -354,7 +364,7 @@ class Learner:
 
 
 def _is_over(run: RunConfig, elapsed_s: float) -> bool:
-    """Return on every rank whether rank 0 has reached run.seconds, after `elapsed_s`. Collective."""
+    """Return on every rank whether rank 0's `elapsed_s` has reached run.seconds. Collective."""
     if not run.seconds:
         return False
     is_over = torch.tensor(elapsed_s >= run.seconds)
@@ -363,7 +373,7 @@ def _is_over(run: RunConfig, elapsed_s: float) -> bool:
 
 
 def step_times(spans: Sequence[Span]) -> list[Metric]:
-    """Return the metrics named in STEP_TIMES: the seconds of a step that rank 0 waited, trained, pushed, and so on."""
+    """Return the metrics of STEP_TIMES: how many seconds of a step rank 0 waited, trained, pushed, and so on."""
     seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
     for span in spans:
         if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):
@@ -374,11 +384,11 @@ def step_times(spans: Sequence[Span]) -> list[Metric]:
 def rank_status(
     rank: int, now: tuple[str, str, float], timeouts: TimeoutsConfig, pushed_to: Mapping[str, Sequence[str]]
 ) -> Status:
-    """Return the status of a learner rank.
+    """Return the status of a learner rank: what it does, whom it waits for, and how long it may.
 
     Args:
-        now: the state of its timeline, the name of the span, and its start by time.monotonic().
-        pushed_to: the servers that get the weights, by the name of the push's span.
+        now: (state, name of the span, start by time.monotonic()) of the rank's timeline.
+        pushed_to: [name of a push's span] the servers that get the weights.
     """
     state, name, since_s = now
     others = "buffer" if rank == 0 else "learner/0"

@@ -1,4 +1,4 @@
-"""Records how far the policy had moved from the behaviour policy on each trained token, for the page of the run."""
+"""Records the log importance ratio of every trained token, for the page of the run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Answers = tuple[tuple[int, int], ...]
 
 
 class LogRatioRecorder:
-    """Collects the log importance ratios of one rank's trained tokens during a step, and has them written after it.
+    """Collects the log importance ratios (proximal - behaviour logprobs) of one rank's trained tokens during a step.
 
-    See async_rl/base/run_dir/log_ratios.py for the files.
+    After the step `write` has a thread write them to files, which async_rl/base/run_dir/log_ratios.py describes.
 
     Args:
-        resumed: the state that a run resumes from; its earlier steps' files are taken over. None for a new run.
+        resumed: the state that the run resumes from; the files of its earlier steps are linked. None for a new run.
     """
 
     def __init__(self, config: Config, rank: int, resumed: TrainingState | None) -> None:
@@ -32,7 +32,7 @@ class LogRatioRecorder:
         self._writer = LogRatioWriter(config.run_dir, rank, config.journal_kept_steps)
         self._keeps_learner = config.algorithm.steps_per_batch > 1
         self._proximal: dict[Answers, Tensor] = {}
-        """[rows of a micro-batch] proximal logprobs [N], NaN where not trained; [N] is their tokens."""
+        """[rows of a micro-batch] proximal logprobs [N] of the tokens of these rows, NaN where not trained."""
         self._ratios: dict[Answers, Tensor] = {}  # [N] float16
         self._learner: dict[Answers, Tensor] = {}  # [N] float16
 
@@ -41,12 +41,14 @@ class LogRatioRecorder:
         self, minibatch: MiniBatch, all_logprobs: Sequence[Tensor],
         proximal_of: Callable[[MicroBatch, Tensor], Tensor],
     ) -> None:
-        """Collect the logprobs of a forward pass over a minibatch.
-        The first pass over a token gives its proximal logprob, the last one its learner logprob.
+        """Collect the logprobs of one forward pass over a minibatch.
+
+        A step may pass over a token several times. The first pass gives its proximal logprob, the last one its learner
+        logprob.
 
         Args:
-            all_logprobs: learner logprobs [N] of each micro-batch, in this pass.
-            proximal_of: (micro-batch, learner logprobs) -> proximal logprobs [N].
+            all_logprobs: for each micro-batch its learner logprobs [N] in this pass.
+            proximal_of: the function that returns the proximal logprobs [N] of (micro-batch, learner logprobs).
         """
         for micro, of_micro in zip(minibatch.micro_batches, all_logprobs, strict=True):
             trained, rows = micro.response.trained, micro.rows
@@ -60,7 +62,7 @@ class LogRatioRecorder:
                 self._learner[rows] = (logprobs - self._proximal[rows]).half()
 
     def write(self, batch: Batch, step: int) -> None:
-        """Hand what was collected in this step to the thread that writes it, and begin anew."""
+        """Give the ratios collected in this step to the thread that writes them, and begin with the next step."""
         pairs = [pair for rows in self._ratios for pair in rows]
         if pairs:
             tokens = [len(batch.groups[g].rows[i].tokens) for g, i in pairs]

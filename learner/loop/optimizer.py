@@ -1,6 +1,7 @@
 """Updates one network with the optimizer of `learner.optimizer`: warm-up, gradient clipping, average weights.
 
-The optimizer is one of torch.optim, or a class or function as `module:name`. Non-finite numbers skip the step.
+The optimizer is one of torch.optim, or the user's class or function `module:name`. A step with non-finite numbers is
+skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ if TYPE_CHECKING:
     from learner.loop.weight_average import WeightAverage
 
 _UNFIT = ("LBFGS", "Optimizer", "SparseAdam")
-"""Names of torch.optim that need several passes a step, are no optimizer, or take sparse gradients alone."""
+"""Names in torch.optim that can't be used here: they need several passes a step, are no optimizer, or take only sparse
+gradients.
+"""
 _EIGHT_BIT = "torchao.optim:AdamW8bit"
 
 
 def open_optimizer(config: LearnerConfig, parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Return a new optimizer of the parameters; one-dimensional parameters get no weight decay.
+    """Return a new optimizer for the parameters. One-dimensional parameters get no weight decay.
 
     Raises:
-        ConfigError: there is none of this name, or it can't be made with these parameters and optimizer_params.
+        ConfigError: there is no optimizer of this name, or it can't be made with these parameters and optimizer_params.
     """
     make = _find(config.optimizer)
     given = dict(config.optimizer_params)
@@ -68,20 +71,22 @@ def open_optimizer(config: LearnerConfig, parameters: Sequence[Tensor], lr: floa
 
 
 def some_lr(config: LearnerConfig) -> float:
-    """Return a learning rate to try an optimizer with; learner.lr auto depends on a model."""
+    """Return a learning rate to try an optimizer with: learner.lr, or FULL_LR if that is `auto`, which needs a model.
+    """
     return FULL_LR if config.lr == "auto" else config.lr
 
 
 def check_optimizer(config: LearnerConfig) -> None:
-    """Raise the ConfigError of `open_optimizer` for a matrix and a bias, which every model has, instead of a model."""
+    """Raise the ConfigError of `open_optimizer` for bad settings, without a model: it gets a small matrix and a bias.
+    """
     open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], some_lr(config))
 
 
 def check_sharded(config: LearnerConfig, parameters: Sequence[Tensor]) -> None:
-    """Take a step with small weights that are sharded as the parameters are. Collective.
+    """Check that the optimizer can train sharded parameters, by two steps on small weights. Collective.
 
     Raises:
-        ConfigError: the optimizer can't, as some of torch's can't with the DTensors of FSDP.
+        ConfigError: the optimizer fails on FSDP's DTensors, as some of torch's do.
     """
     like = {parameter.ndim: parameter for parameter in parameters if isinstance(parameter, DTensor)}
     small = [
@@ -132,7 +137,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def _groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameters as an optimizer's groups: biases and norms, of one dimension, have no weight decay."""
+    """Return the parameters in groups for an optimizer: weight decay for matrices, none for biases and norms."""
     decays = {parameter: weight_decay if parameter.ndim > 1 else 0.0 for parameter in parameters}
     return [
         {"params": [parameter for parameter in parameters if decays[parameter] == decay], "weight_decay": decay}
@@ -142,12 +147,12 @@ def _groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str,
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 SAMPLE = 1 << 20
-"""At about so many weights of a rank it is seen how far an update has moved them all."""
+"""About this many weights of a rank are compared to measure how far an update has moved the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """The result of one optimizer step, the same on all ranks; the gradient's norm is that before clipping."""
+    """The result of one optimizer step, the same on all ranks. `grad_norm` is the norm before clipping."""
 
     loss: float
     grad_norm: float
@@ -156,7 +161,7 @@ class OptimizerStep:
 
 
 def check_finite(module: nn.Module, path: str) -> None:
-    """Raise ConfigError, which names the tensor, if a weight of `module`, loaded from `path`, is NaN or infinite."""
+    """Raise ConfigError, naming the tensor, if a weight of `module`, loaded from `path`, is NaN or infinite."""
     if name := non_finite(module):
         raise ConfigError(
             f"the weights in {path} are not finite: {name} holds NaN or infinity. Take an undamaged copy of the model"
@@ -164,20 +169,22 @@ def check_finite(module: nn.Module, path: str) -> None:
 
 
 def non_finite(module: nn.Module) -> str:
-    """Return the name of a parameter that holds NaN or infinity, in this rank's shard if it is sharded, or ""."""
+    """Return the name of a parameter with NaN or infinity, "" if there is none. Checks only this rank's shards."""
     own = ((name, _local(parameter.detach())) for name, parameter in module.named_parameters())
     # the norm needs no memory, isfinite almost twice a tensor's
     return next((n for n, t in own if t.numel() and not torch.linalg.vector_norm(t, math.inf).isfinite()), "")
 
 
 def lr_decay(version: int, config: Config) -> float:
-    """Return the factor of all learning rates in the step that is made of `version`, see `decayed`."""
+    """Return the factor of all learning rates in the step that trains on batch `version`; see `decayed`."""
     learner = config.learner
     return decayed(version, config.run.steps, learner.lr_decay_fraction, learner.lr_decay, learner.lr_decay_to)
 
 
 def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:
-    """Return the learning rate's factor after `done` of `steps` steps: 1, over the last `fraction` falling to `end`.
+    """Return the factor of the learning rate after `done` of `steps` steps: 1, then falling to `end`.
+
+    It falls over the last `fraction` of the steps.
 
     Sources: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4; the cosine is from SGDR, arXiv 1608.03983,
     equation 5.
@@ -190,11 +197,16 @@ def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: 
 
 
 class Optimizer:
-    """Updates the sharded `module` of one network, called `policy` or `critic`, by learner.optimizer, with clipping.
+    """Takes the optimizer steps of one network, `policy` or `critic`, by learner.optimizer and with gradient clipping.
 
-    The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps). With learner.offload moments
-    AdamW's moments are in CPU memory; during a step one parameter's moments at a time are not. With `averages` and
-    learner.ema_decay there is a moving average of the weights.
+    The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps).
+
+    With `learner.offload: moments` AdamW's moments are in CPU memory, and on the GPU for one parameter at a time during
+    a step.
+
+    Args:
+        module: the network, sharded by FSDP.
+        averages: keep a moving average of the weights if learner.ema_decay is set.
     """
 
     def __init__(
@@ -207,7 +219,9 @@ class Optimizer:
         parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
         self._inner = [open_optimizer(config, part, lr) for part in parts]
         self._given = self._numbers()
-        """The numbers in the groups of parameters before the first step: settings, which a resume may change."""
+        """The numbers in the optimizer's parameter groups before the first step. They are settings, which a resume may
+        change.
+        """
         if not isinstance(self._inner[0], torch.optim.AdamW):
             check_sharded(config, self._parameters)
         self._inner_of: dict[Tensor, torch.optim.Optimizer] = {
@@ -222,7 +236,7 @@ class Optimizer:
         self._grad_clip = config.grad_clip
         self._max_skipped = config.max_skipped_steps
         self.steps = 0
-        """The number of steps taken, also before a resume."""
+        """The number of steps taken, including those before a resume."""
         self._skipped_in_a_row = 0
         self._begun = torch.empty(0)
         self.average: WeightAverage | None = None
@@ -232,12 +246,14 @@ class Optimizer:
             self.average = WeightAverage(module, config.ema_decay)
 
     def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
-        """Clip the gradients, take a step if they and the loss are finite, and clear them. Collective.
+        """Clip the gradients, take a step, and clear the gradients. Collective.
+
+        The step is skipped if the loss or a gradient is not finite.
 
         Args:
-            loss: the part of the minibatch's loss that belongs to this rank's share of the batch, a scalar; the parts
-                of all shares add up to the loss.
-            decay: share of the learning rate from `lr_decay`.
+            loss: the loss of this rank's share of the minibatch, a scalar. The losses of all shares add up to the whole
+                loss.
+            decay: factor of the learning rate, from `lr_decay`.
 
         Raises:
             AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
@@ -271,7 +287,7 @@ class Optimizer:
         return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
 
     def drop(self) -> None:
-        """Drop the gradients: a step has used them, or none will, as a KL limit has ended the update of this batch."""
+        """Clear the gradients: a step has used them, or none will because a KL limit ended the update on this batch."""
         for inner in self._inner:
             inner.zero_grad(set_to_none=True)
 
@@ -282,24 +298,25 @@ class Optimizer:
         return norm.to(self._device)  # of empty or of offloaded shards it is in CPU memory
 
     def begin(self) -> None:
-        """Begin an update, of one or more steps: `moved` is the distance it has gone."""
+        """Remember the weights before an update of one or more steps, for `moved`."""
         self._begun = self._sampled()
 
     def moved(self) -> Tensor:
-        """Return [sum of squared moves since `begin`, number of weights] over some weights of this rank. [2]"""
+        """Return [sum of squared changes since `begin`, number of weights] for a sample of this rank's weights. [2]"""
         change = (self._sampled() - self._begun).to(self._device).double()
         return torch.stack([change.square().sum(), torch.full_like(change.sum(), change.numel())])
 
     def _sampled(self) -> Tensor:
-        """Return a copy of some of the weights in this rank's shards, evenly spread."""
+        """Return a copy of about SAMPLE weights of this rank's shards, evenly spread."""
         shards = [_local(p.detach()).reshape(-1) for p in self._parameters]
         stride = max(1, sum(shard.numel() for shard in shards) // SAMPLE)
         return torch.cat([shard[::stride] for shard in shards])
 
     def counts(self) -> dict[str, float]:
-        """Return the numbers that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}.
+        """Return the numbers that a checkpoint saves: {"steps": taken, "skipped_in_a_row": skipped since then, ...}.
 
-        With them are those that the optimizer itself counts or estimates for a group of parameters, as some do.
+        The rest are numbers in the optimizer's parameter groups that have changed since its start: some optimizers
+        count or estimate there.
         """
         own = {key: number for key, number in self._numbers().items() if number != self._given[key]}
         return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, **own}
@@ -314,16 +331,19 @@ class Optimizer:
         return {key: group[name] for key, group, name in self._entries()}
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield (key, group, name) of each number of each group of parameters, but for the learning rate."""
+        """Yield (key, group, name) of each number in the optimizer's parameter groups, except the learning rate.
+
+        The number is group[name]; `key` is unique over all groups.
+        """
         for index, group in enumerate(group for inner in self._inner for group in inner.param_groups):
             for name, value in group.items():
                 if name != "lr" and isinstance(value, int | float):
                     yield f"{index}.{name}", group, name
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer's own tensors for a parameter, not copies, and its numbers as tensors.
+        """Return the optimizer's state of a parameter: its own tensors, not copies, and its numbers as tensors.
 
-        AdamW's are zeros before the first step; other optimizers make theirs in it.
+        AdamW's are zeros before the first step; other optimizers have none until then.
         """
         inner = self._inner_of[parameter]
         state = inner.state[parameter]
@@ -339,9 +359,9 @@ class Optimizer:
         }
 
     def make_state(self) -> None:
-        """Make the state of all parameters, to be loaded into, by a step without gradient and learning rate.
+        """Make the state of all parameters, into which a checkpoint can be loaded, by a step with zero gradients.
 
-        Weights must be loaded after it, as some optimizers move them also by such a step.
+        Load the weights afterwards: some optimizers move weights even with a learning rate of 0.
         """
         for inner in self._inner:
             if isinstance(inner, torch.optim.AdamW):
@@ -353,14 +373,15 @@ class Optimizer:
         self.drop()
 
     def set_numbers(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the numbers in the optimizer's state of a parameter; its tensors were loaded in place."""
+        """Set the plain numbers in the optimizer's state of a parameter from `state`. Its tensors were loaded in place.
+        """
         own = self._inner_of[parameter].state[parameter]
         for key, value in own.items():
             if isinstance(value, (int, float)):
                 own[key] = type(value)(state[key].item())
 
     def _step_part(self, inner: torch.optim.Optimizer, lr: float) -> None:
-        """Take a step with the parameters of one optimizer, whose moments are on their device meanwhile."""
+        """Take a step of one inner optimizer. Offloaded moments are moved to the GPU for it and back."""
         _set_lr(inner, lr)
         if not self._offloads:
             inner.step()
@@ -387,7 +408,7 @@ def _set_lr(inner: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _zeros_on_cpu(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's shape and sharding in CPU memory; it is pinned where the parameter is on a GPU."""
+    """Return zeros of a parameter's shape and sharding in CPU memory, pinned if the parameter is on a GPU."""
     if parameter.device.type != "cuda":
         return torch.zeros_like(parameter.detach(), device="cpu")
     pinned = pinned_zeros(_local(parameter.detach()).shape, parameter.dtype)
@@ -399,7 +420,7 @@ def _zeros_on_cpu(parameter: Tensor) -> Tensor:
 
 
 def _copies(parameter: Tensor) -> int:
-    """Return the number of ranks that hold the same shard of a parameter as this rank."""
+    """Return how many ranks have the same shard of a parameter as this rank, including this one."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -430,6 +451,6 @@ def pinned_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _unregister(memory: mmap.mmap, address: int) -> None:
-    """Unregister `memory`, whose reference keeps it mapped until then. Copies under way have to end first."""
+    """Unregister memory from CUDA after all copies have ended. The argument `memory` keeps it mapped until then."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,9 +1,9 @@
-"""Pushes the learner's weights to every live server, and verifies the first push and every so many.
+"""Pushes the learner's weights to every live server, and verifies the first push and every weight_sync.verify_every-th.
 
-A verified push compares the sums of each server's weights with the learner's, and then its logprobs. Logprobs alone
-would not show weights that one step has hardly moved, or experts to which no token was sent. The first one also checks
-that a server loads every weight, and an error ends the run. Later ones leave a server that differs out, and the driver
-restarts it.
+A verified push compares the sums of each server's weights with the learner's, and then logprobs. Logprobs alone would
+not show weights that one step has hardly moved, or experts to which no token was sent. The first verified push also
+checks that a server loads every weight; an error ends the run. A later one removes a server that differs, and the
+driver restarts that server.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.3, 3.0)}
-"""The tolerance of the comparison by compute type. In bfloat16 learner and server round differently: with equal weights
-the mean difference of real small models is up to 0.1, and logits near 20 are rounded to an eighth. Wrong weights differ
-by whole nats."""
+"""[compute type] how far the logprobs of a server may differ from the learner's. In bfloat16 the two round differently:
+with equal weights the mean difference of real small models is up to 0.1, and logits near 20 are rounded to an eighth.
+Wrong weights differ by whole nats."""
 VERIFY_TOKENS = 32
 
 
 class Pusher:
-    """Pushes the policy's weights to the servers of one pool. All ranks call `push`.
+    """Pushes the policy's weights to the servers of one pool: `rollout` or `eval`. All ranks call `push`.
 
-    Only rank 0 talks to servers and has measurements.
+    Only rank 0 talks to servers, so only its reports have measurements.
     """
 
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher) -> None:
@@ -56,15 +56,17 @@ class Pusher:
         """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
         self._verify_every = config.weight_sync.verify_every
         self._until_verified = 0
-        """Pushes until one is verified again; 0: the next one with a batch."""
+        """Number of pushes until a push is verified again; 0: the next one that has a batch."""
         self._is_first = True
         """Whether no push was verified yet."""
         self._may_erase = not config.rollout.server_url
-        """Whether servers may be filled with NaN. A server that the run did not start may serve others."""
+        """Whether servers may be filled with NaN before a push. A server that the run did not start may have other
+        users.
+        """
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The names of the servers that get the next push. Other ranks than 0 know the servers of the start."""
+        """The names of the servers that get the next push. Ranks other than 0 know only the servers of the start."""
         return self.members.names
 
     def has_servers(self) -> bool:
@@ -73,13 +75,13 @@ class Pusher:
         return bool(self.members)
 
     def release_server_memory(self) -> None:
-        """Make every server, restarted ones included, give its GPU memory to the learner until the next push."""
+        """Make every server, also restarted ones, give its GPU memory to the learner until the next push."""
         self.publisher.release_server_memory()
 
     def connect(self) -> list[ServersLost]:
         """Connect to the servers, so that unreachable servers are known before the first step.
 
-        Returns the reports of servers that died while the learner started: the driver restarts them.
+        Returns reports of the servers that died while the learner started; the driver restarts them.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not join.
@@ -90,14 +92,17 @@ class Pusher:
         return lost
 
     def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
-        """Push the policy as `version`; return the report of the push and the reports of servers that died. Collective.
+        """Push the policy as `version` to all servers. Collective.
 
-        If servers died, the push is repeated without them, even if none is left: the driver restarts them. If the
-        report says `repeats`, it is repeated with the same servers.
+        If servers die, the push is repeated without them, even if none is left. If its report says `repeats`, it is
+        repeated with the same servers.
 
         Args:
-            batch: a push that is due is verified with a row of this batch. The first one is that after which a server
-                lives. None: only the weights of servers that have joined are compared.
+            batch: a row of it serves to verify the push, if that is due. None: only the weights of servers that have
+                joined are compared.
+
+        Returns:
+            The report of the push, and reports of the servers that died or differ; the driver restarts them.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, did not answer, or does not serve the learner's
@@ -127,7 +132,7 @@ class Pusher:
         return replace(report, num_repeats=num_repeats, num_unequal=num_unequal), lost
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context: inside, pushes bring the average weights if learner.ema_decay is set. Collective."""
+        """Return a context in which pushes send the average weights, or one without effect (no learner.ema_decay)."""
         return self._updater.averaged()
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -136,18 +141,18 @@ class Pusher:
         return full_parameters(self._updater.policy, self._updater.dtype)
 
     def _probe(self, batch: Batch) -> tuple[list[int], list[float]]:
-        """Return (the first tokens of a row, the learner's logprobs of them). Collective.
+        """Return (the first tokens of a row of the batch, the learner's logprobs of these tokens). Collective.
 
-        The pass leaves the root's parameters gathered; `_weights` frees them before the servers get memory.
+        This pass leaves the root's parameters gathered; `_weights` frees them before the servers get memory.
         """
         group = batch.groups[0]
         tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
         return tokens, self._updater.probe_logprobs(tokens)
 
     def _verify(self, tokens: list[int], logprobs: list[float]) -> ServersLost | None:
-        """Compare every server's logprobs of the tokens with the learner's, if any server is left. Collective.
+        """Compare each server's logprobs of these tokens with the learner's. Collective.
 
-        Returns the servers that differ, which get no more weights.
+        Returns a report of the servers that differ, which get no more weights; None if all agree.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights, and no push was verified before.
@@ -177,7 +182,7 @@ def _losses(report: PushReport) -> list[ServersLost]:
 
 
 def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], rank: int) -> dict[str, Pusher]:
-    """Return the Pusher of each pool that has servers: `rollout` and, with placement.eval.servers, `eval`.
+    """Return a Pusher for each pool with servers: `rollout` and, with placement.eval.servers, `eval`.
 
     Args:
         engine_urls: the URLs of all servers, in the order of config.server_names.

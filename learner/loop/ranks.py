@@ -1,4 +1,4 @@
-"""The learner's ranks: their process group, the meshes that divide the work, and requests of the driver to rank 0."""
+"""The learner's ranks: their process group, the meshes that divide the work, and the driver's requests to rank 0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from async_rl.base.network import open_store, use_interface
 from learner.loop.batches import NoBatch
 
 PAUSE_BEAT_S = 5.0
-"""The other ranks wait for rank 0 at most so long at a time, however long a pause lasts."""
+"""The longest that the other ranks wait for rank 0 at a time during a pause of the run."""
 
 
 class DriverRequests:
-    """Keeps what the driver asks for from another thread, until rank 0 heeds it when the step under way has ended."""
+    """The driver's requests to the learner (stop, end, save, pause). Threads make them; rank 0 checks between steps."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -32,39 +32,38 @@ class DriverRequests:
         """Set by each request that ends the wait of a paused learner."""
 
     def stop(self) -> None:
-        """Ask for the end of the run with a checkpoint, as after Ctrl-C."""
+        """Ask the learner to write a checkpoint and end the run, as after Ctrl-C."""
         self._stop.set()
         self._changed.set()
 
     def end(self, reason: str) -> None:
-        """Ask for the end of the run as if run.steps were reached, for a `reason` that is not empty; the first counts.
-        """
+        """Ask the learner to end the run as if run.steps were reached. The first non-empty `reason` is kept."""
         self._end_reason = self._end_reason or reason
 
     def save(self) -> None:
-        """Ask for a checkpoint."""
+        """Ask the learner for a checkpoint."""
         self._save.set()
 
     def pause(self) -> None:
-        """Ask for no further step until `go_on`."""
+        """Ask the learner to take no further step until `go_on`."""
         self._is_paused = True
         self._changed.clear()
 
     def go_on(self) -> None:
-        """Ask for the end of the pause."""
+        """Ask the learner to end the pause."""
         self._is_paused = False
         self._changed.set()
 
     def wait_paused(self) -> None:
-        """Wait until something else is asked for, PAUSE_BEAT_S at most: then the other ranks are told again."""
+        """Wait for a request that ends the pause, at most PAUSE_BEAT_S. Then rank 0 tells the other ranks again."""
         self._changed.wait(PAUSE_BEAT_S)
 
     def saved(self) -> None:
-        """Note that the checkpoint is being written."""
+        """Withdraw the request for a checkpoint: it is being written."""
         self._save.clear()
 
     def why_no_batch(self) -> NoBatch | None:
-        """Return what the learner has to do instead of a step, the most urgent first; None: nothing was asked for."""
+        """Return the most urgent request, as the reason not to take a step now; None if there is no request."""
         if self._stop.is_set():
             return NoBatch("stopped")
         if self._end_reason:
@@ -75,20 +74,22 @@ class DriverRequests:
 
 
 class SharedGpus:
-    """Lets either the learner take a step or lost servers start again. A server measures the free memory of its GPU.
+    """A lock between the learner's steps and the starts of servers on the same GPUs.
 
-    One that starts in the middle of a step would have a small KV cache for the rest of the run, or none. The driver
-    calls `begin_start` and `end_start` of rank 0 from other threads; on other ranks no step waits.
+    A starting server measures the free memory of its GPU. In the middle of a step it would get a small KV cache for the
+    rest of the run, or none. The driver calls `begin_start` and `end_start` on rank 0, from other threads. On other
+    ranks no step waits.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._steps = False
-        """Whether the learner is in a step, which ends when its weights are pushed."""
+        """Whether the learner is in a step, which ends with the push of its weights."""
         self._starting: set[str] = set()
 
     def begin_step(self, limit: Limit) -> None:
-        """Wait until no server is starting, and begin a step. WaitTimeoutError: one still does so after `limit`."""
+        """Wait until no server is starting, then begin a step. Raises WaitTimeoutError if one still is after `limit`.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._starting, limit.seconds):
                 names = ", ".join(sorted(self._starting))
@@ -101,7 +102,7 @@ class SharedGpus:
             self._changed.notify_all()
 
     def begin_start(self, name: str, limit: Limit) -> None:
-        """Wait until the learner is in no step, and keep it from the next one until `end_start`.
+        """Wait until the learner is in no step, then keep it from the next step until `end_start` of server `name`.
 
         Raises:
             WaitTimeoutError: the step has not ended within `limit`.
@@ -112,14 +113,14 @@ class SharedGpus:
             self._starting.add(name)
 
     def end_start(self, name: str) -> None:
-        """Note that the start of server `name` has ended, well or not."""
+        """Record that server `name` has started or failed to start."""
         with self._changed:
             self._starting.discard(name)
             self._changed.notify_all()
 
 
 def start_limit(timeouts: TimeoutsConfig) -> Limit:
-    """Return how long a step waits for servers: each may take timeouts.startup_s to start, and to reach the others."""
+    """Return how long a step waits for servers: each may take timeouts.startup_s to start, and again to connect."""
     return Limit(timeouts.batch_s + 2 * timeouts.startup_s, "timeouts.batch_s + 2 * timeouts.startup_s")
 
 
@@ -127,10 +128,10 @@ def init_distributed(
     config: Config, rank: int, world_size: int, master_address: str, master_port: int,
     listener: socket.socket | None = None,
 ) -> torch.device:
-    """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPUs), and return the device.
+    """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPUs), and return this rank's device.
 
-    The group's timeout covers the longest that ranks wait for rank 0: servers that start on its GPUs, a batch or an
-    evaluation, then a push.
+    The group's timeout covers the longest wait for rank 0: servers that start on its GPUs, a batch or an evaluation,
+    then a push.
 
     Args:
         listener: rank 0's socket that listens at the address and port; None: it is opened here.
@@ -154,18 +155,19 @@ def init_distributed(
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The meshes over which the learner's ranks divide weights, batches and rows. Ranks are numbered node by node.
+    """How the learner's ranks divide weights, batches and rows. Ranks are numbered node by node.
 
-    With n = learner.sequence_parallel, rank r trains on share r // n of each batch, and holds slice r % n of its rows.
+    With n = learner.sequence_parallel, rank r trains on share r // n of each batch, and on slice r % n of the rows in
+    it.
     """
 
     mesh: DeviceMesh
-    """The mesh that FSDP2 shards over. It holds all ranks; with learner.sharding hybrid it has the shape [nodes that
-    hold copies, ranks of a node]."""
+    """The mesh of all ranks, over which FSDP2 shards. With learner.sharding hybrid its shape is [nodes that hold
+    copies, ranks of a node]."""
     sequence: DeviceMesh | None = None
-    """The n ranks that hold slices of the same rows; None: every rank holds whole rows."""
+    """The n ranks that have slices of the same rows; None: every rank has whole rows."""
     vocabulary: DeviceMesh | None = None
-    """The ranks over which FSDP2 shards this rank's n-th of head and embeddings: one of each sequence group."""
+    """The ranks over which FSDP2 shards this rank's n-th of head and embeddings: one rank of each sequence group."""
 
     @property
     def share(self) -> int:
@@ -183,7 +185,7 @@ class Ranks:
 
 
 def open_ranks(config: Config, device: torch.device) -> Ranks:
-    """Return the meshes of all ranks. Collective."""
+    """Return the meshes of all ranks, by learner.sharding and learner.sequence_parallel. Collective."""
     count, slices = dist.get_world_size(), config.learner.sequence_parallel
     is_hybrid = config.learner.sharding == "hybrid"
     copies = config.placement.learner.nodes if is_hybrid else 1

@@ -3,9 +3,9 @@
     advantages      algorithms/advantages.py        rewards of whole groups -> an advantage for each response token
     pack            packing.py                      rows -> rows, micro-batches and minibatches of this rank
     at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
-    prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
+    prepare         algorithms/objective.py         numbers over all tokens of the batch, such as those for whitening
     for each minibatch:
-        forward, loss, backward   models/, algorithms/objective.py; pretraining.py for text beside the answers
+        forward, loss, backward   models/, algorithms/objective.py; pretraining.py for text in addition to the answers
         step                      optimizer.py
     metrics         algorithms/diagnostics.py
 
@@ -69,13 +69,13 @@ if TYPE_CHECKING:
     from learner.models.reference import Reference
 
 _TESTED_TOKENS = 16
-"""The number of tokens with which the replay of routing is tested at the start."""
+"""Number of tokens in the test of routing replay at the start."""
 
 
 class Updater:
     """Trains the networks of one learner rank. Every rank gets the same batch and trains on its share of it.
 
-    The ranks of a sequence group, see learner.sequence_parallel, have the same share and get the same losses and sums.
+    The ranks of a sequence group (learner.sequence_parallel) have the same share, and get the same losses and sums.
 
     torch.distributed's default group must exist.
     """
@@ -104,7 +104,7 @@ class Updater:
             self._reward_model = RewardModel(config, device, dtype, ranks)
         lr = policy_lr(config) / config.watch.kl_factor
         self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
-        """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
+        """The optimizer of each network that is trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
         self._reference: Reference | None = None
         if self.objective.needs_reference:
@@ -131,11 +131,13 @@ class Updater:
             self.policy.routing.self_test(lambda: torch.tensor(self.probe_logprobs(range(_TESTED_TOKENS))))
 
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
-        """Train on `batch`, and return the metrics of all ranks together. Collective. `trained` is then the batch with
-        the rewards that it was trained with.
+        """Train on `batch`, and return metrics over all ranks. Collective.
+
+        Afterwards the attribute `trained` is the batch with the rewards that were used, such as those of a reward
+        model.
 
         Args:
-            recorder: gets the logprobs of every pass.
+            recorder: gets the logprobs of every forward pass.
 
         Raises:
             AsyncRLError: learner.max_skipped_steps optimizer steps in a row had no finite numbers, or weights became
@@ -203,7 +205,7 @@ class Updater:
         return metrics + self._limit_metrics(scale, is_skipped, is_stopped)
 
     def _limit_metrics(self, scale: float, is_skipped: bool, is_stopped: bool) -> list[Metric]:
-        """Return the metrics of those limits of a step that are switched on."""
+        """Return the metrics of learner.lr_by_ess, algorithm.skip_batch_kl and .early_stop_kl, where these are set."""
         algorithm, metrics = self.config.algorithm, []
         if self.config.learner.lr_by_ess != "off":
             metrics.append(Metric("policy/lr_scale", scale))
@@ -214,7 +216,7 @@ class Updater:
         return metrics
 
     def _totals(self, sums: MetricAccumulator) -> Totals:
-        """Return the sums of all ranks, once the optimizers have ended the update and their weights are finite."""
+        """Return the sums over all ranks at the end of an update. Raises AsyncRLError if a weight is not finite."""
         for name, optimizer in self.optimizers.items():
             optimizer.drop()  # gradients that no step has used
             sums.add(**{f"{name}_weights": optimizer.largest_weight(), f"{name}_moved": optimizer.moved()})
@@ -230,12 +232,15 @@ class Updater:
         return totals
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context that gives the policy its average weights, if learner.ema_decay is set. Collective."""
+        """Return a context in which the policy has its average weights. Every rank must enter and leave it.
+
+        Without learner.ema_decay the context has no effect.
+        """
         average = self.optimizers["policy"].average
         return average.in_place() if average else nullcontext()
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
-        """Return the micro-batches of every minibatch for this rank's share.
+        """Return the minibatches of this rank's share of the batch, each with its micro-batches.
 
         Args:
             advantages: [group][row], [T] each.
@@ -258,8 +263,9 @@ class Updater:
 
     @torch.no_grad()
     def at_step_start(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return the minibatches with those proximal logprobs, values and reference logprobs that the objective needs
-        before the first optimizer step. Collective.
+        """Return the minibatches with proximal logprobs, values and reference logprobs, where the objective needs them.
+
+        Called before the first optimizer step, so that these are of the policy version at step start. Collective.
         """
         objective, critic, reference = self.objective, self.critic, self._reference
 
@@ -289,16 +295,22 @@ class Updater:
         return done
 
     def _fed(self, micro: MicroBatch) -> Tensor:
-        """Return whether each token that this rank computes is one of the batch's, and no padding. [tokens] bool"""
+        """Return a mask of the tokens that this rank computes: True for the batch's tokens, not for padding. [tokens]
+        """
         assert micro.inputs.fed is not None
         return self.policy.own_tokens(micro.inputs.fed, False)
 
     def forward_backward(
         self, minibatch: MiniBatch, sums: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Run forward, loss and backward for every micro-batch, adding up the gradients of a minibatch. Collective.
+        """Run forward, loss and backward for every micro-batch of a minibatch; the gradients add up. Collective.
 
-        Returns this rank's part of the loss of `policy` and `critic`, and the learner logprobs [N] of each micro-batch.
+        Args:
+            sums: the sums for metrics, to which this pass is added.
+            trains_policy: False: the policy only gets a forward pass, as in the critic's warm-up.
+
+        Returns:
+            This rank's part of the losses of `policy` and `critic`, and the learner logprobs [N] of each micro-batch.
         """
         totals = {name: torch.zeros((), device=self.device) for name in ("policy", "critic")}
         all_logprobs = []
@@ -330,8 +342,9 @@ class Updater:
         return totals, all_logprobs
 
     def _add_gradients(self, loss: Tensor) -> None:
-        """Add the gradients of this rank's part of a loss. FSDP averages them over ranks, so that their sum over the
-        shares of the batch takes a factor.
+        """Add the gradients of this rank's part of a loss.
+
+        FSDP averages gradients over ranks. The factor `shares` makes that average a sum over the shares of the batch.
         """
         (loss * self.ranks.shares).backward()
 
@@ -341,7 +354,7 @@ class Updater:
         return self._mean_kl(minibatches, behaviour, self._proximal(minibatches, logprobs))
 
     def _lr_scale(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
-        """Return the share of the policy's learning rate that the batch gets by learner.lr_by_ess. Collective."""
+        """Return the factor, 0 to 1, of the policy's learning rate for this batch (learner.lr_by_ess). Collective."""
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for micro, proximal in zip(micro_batches, self._proximal(minibatches, logprobs), strict=True):
@@ -353,8 +366,9 @@ class Updater:
     def _proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> list[Tensor]:
         """Return the proximal logprobs [N] of each micro-batch of the batch.
 
-        `logprobs` are the learner logprobs of the first forward pass with gradient. They are the proximal logprobs if
-        none were computed at the start of the step; the batch then is one minibatch.
+        Args:
+            logprobs: the learner logprobs of the first forward pass with gradient. They serve as proximal logprobs if
+                step start computed none; the batch then is one minibatch.
         """
         if not self.objective.computes_proximal:
             return list(logprobs)
@@ -364,10 +378,12 @@ class Updater:
     def _mean_kl(
         self, minibatches: Sequence[MiniBatch], p: Sequence[Tensor | None], q: Sequence[Tensor | None]
     ) -> float:
-        """Return the mean of KL(p || q) over the trained tokens of all ranks, in nats a token. Collective.
+        """Return the mean KL(p || q) over trained tokens of all ranks, in nats a token, by the k3 estimate. Collective.
 
-        It is the k3 estimate. `p` and `q` hold the logprobs [N] of each micro-batch under the two policies. A NaN of a
-        trained token makes the result NaN, which exceeds no limit; the optimizer then skips the step.
+        A NaN of a trained token makes the result NaN, which exceeds no limit; the optimizer then skips the step.
+
+        Args:
+            p, q: for each micro-batch the logprobs [N] of its tokens under the two policies.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -393,7 +409,10 @@ class Updater:
 
 
 def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
-    """Return learner.gradient_checkpointing; auto is true if a rank has no room for a full micro-batch. Collective."""
+    """Return whether the run uses gradient checkpointing: the setting, or for "auto" what memory allows. Collective.
+
+    "auto" becomes True if a full micro-batch without checkpointing does not fit into the memory of some rank.
+    """
     if config.learner.gradient_checkpointing != "auto":
         return config.learner.gradient_checkpointing
     room = free_room(config, device)
@@ -410,8 +429,8 @@ def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
 def _step_metrics(network: str, steps: Sequence[OptimizerStep], totals: Totals) -> list[Metric]:
     """Return the metrics of the optimizer steps that `network` took on one batch; [] without steps.
 
-    These are the last learning rate, the number of skipped steps, mean loss and gradient norm of the other steps, and
-    the root mean square by which they have moved a weight.
+    They are the last learning rate, the root mean square by which weights moved, the number of skipped steps, and the
+    mean loss and gradient norm of the other steps.
     """
     if not steps:
         return []

@@ -1,4 +1,4 @@
-"""The moving average of the policy's weights (learner.ema_decay), which is evaluated and saved."""
+"""The moving average of the policy's weights (learner.ema_decay). Evaluations use it, and it is saved as the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """An exponential moving average of the trained weights of a module, sharded and placed as they are.
+    """An exponential moving average of the trained weights of a module. Each average is sharded like its weight.
 
         average = decay * average + (1 - decay) * weights    after each optimizer step
 
-    It starts as the weights themselves. Source: Polyak averaging, as in Mean Teacher, arXiv 1703.01780, equation 1.
+    The average starts as the weights themselves. Source: Polyak averaging, as in Mean Teacher, arXiv 1703.01780,
+    equation 1.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -26,24 +27,24 @@ class WeightAverage:
         self._averages: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self._weights}
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the average of a parameter; not a copy."""
+        """Return the average of a parameter, not a copy."""
         return self._averages[parameter]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an optimizer step."""
+        """Add the weights to the average, after an optimizer step."""
         for weight, average in self._pairs():
             average.lerp_(weight, 1 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin a new average with these weights alone."""
+        """Set the average to the present weights."""
         for weight, average in self._pairs():
             average.copy_(weight)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the `with` block the module has the averages as its weights. Every rank must enter and leave it."""
+        """Return a context in which the module's weights are the averages. Every rank must enter and leave it."""
         self._swap()
         try:
             yield
@@ -60,7 +61,7 @@ class WeightAverage:
             average.copy_(kept)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (this rank's shard of a weight, this rank's shard of its average)."""
+        """Yield (this rank's shard of a weight, this rank's shard of the weight's average)."""
         for weight, average in self._averages.items():
             yield _shard(weight.detach()), _shard(average)
 

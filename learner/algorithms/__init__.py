@@ -1,4 +1,4 @@
-"""Formulas of tokens: losses, advantages, corrections of importance, and their diagnostics.
-`objective.py` puts them together. All are pure functions of tensors.
+"""Formulas of tokens: losses, advantages, importance corrections, and their diagnostics.
+`objective.py` combines them. All others are pure functions of tensors.
 Only learner imports it.
 """

@@ -1,7 +1,7 @@
-"""Advantages as pure functions of rewards, and of values where there is a critic.
+"""Advantages as pure functions of rewards and, with a critic, of values.
 
-Functions of a group take its rewards x [G] and give one advantage A_i for all tokens of row i; functions
-of tokens take [B, T], one row for each of B rows. async_rl/base/seams/algorithms.py lists them.
+A function of a group gets its rewards x [G] and returns one advantage A_i for all tokens of row i. A function of tokens
+gets [B, T], one line for each of B rows. async_rl/base/seams/algorithms.py lists them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rloo(rewards: Tensor) -> Tensor:
 
 
 def maxrl(rewards: Tensor) -> Tensor:
-    """A_i = (x_i - mean(x)) / mean(x), zeros where the mean is not positive: rare successes weigh more. [G] -> [G].
+    """A_i = (x_i - mean(x)) / mean(x), so rare successes weigh more; zeros if the mean is not positive. [G] -> [G].
 
     Source: prime-rl's `max_rl`.
     """
@@ -53,11 +53,12 @@ def maxrl(rewards: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = x_i - sum_j(L_j x_j) / sum_j(L_j), L_j the trained tokens of answer j. [G], [G] -> [G], sum(L) > 0.
+    """A_i = x_i - sum_j(L_j x_j) / sum_j(L_j), with L_j the trained tokens of answer j. [G], [G] -> [G], sum(L) > 0.
 
-    The baseline b with the least variance of the gradient, sum_j |g_j|^2 x_j / sum_j |g_j|^2 with g_j the gradient of
-    log pi(answer j), if |g_j|^2 grows as L_j: the gradients of single tokens are about as long and not aligned. It
-    minimises sum_j L_j (x_j - b)^2, and the advantages of all tokens of a group add up to zero.
+    The baseline b with the least variance of the gradient is sum_j |g_j|^2 x_j / sum_j |g_j|^2, with g_j the gradient
+    of log pi(answer j). OPO takes |g_j|^2 as proportional to L_j, as if the gradients of single tokens were about as
+    long and not aligned. It minimises sum_j L_j (x_j - b)^2, and the advantages of all tokens of a group add up to
+    zero.
 
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585.
     """
@@ -65,7 +66,7 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 
 def remax(rewards: Tensor, greedy_reward: float) -> Tensor:
-    """A_i = x_i - x_greedy, the reward of the greedy answer to the same prompt. [G] -> [G].
+    """A_i = x_i - x_greedy, where x_greedy is the reward of the greedy answer to the same prompt. [G] -> [G].
 
     Source: Li et al. 2023 (ReMax), arXiv 2310.10505.
     """
@@ -81,15 +82,15 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) with mean and variance of the elements in the mask; 0 outside. Any shape.
 
-    REINFORCE++ whitens the returns-to-go of all tokens of a batch; its variant with a baseline whitens the rewards less
-    their group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
+    REINFORCE++ whitens the returns-to-go of all tokens of a batch. Its variant with a baseline whitens the rewards
+    minus their group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
     """
     mean, scale = whitening(values[mask], ddof)
     return (values - mean) * scale * mask
 
 
 def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
-    """Return (mean, 1 / sqrt(var + 1e-8)) of the values [n], or (0, 0) if n <= ddof: too few for a variance."""
+    """Return (mean, 1 / sqrt(var + 1e-8)) of the values [n]; (0, 0) if n <= ddof, too few for a variance."""
     if len(values) <= ddof:
         return values.new_zeros(()), values.new_zeros(())
     return values.mean(), (values.var(correction=ddof) + 1e-8).rsqrt()
@@ -98,15 +99,14 @@ def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
 def gae(
     rewards: Tensor, values: Tensor, log_ratios: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (GAE) over the tokens in the mask of each row; all tensors are [B, T].
+    """Return (advantages, returns) by generalised advantage estimation over the tokens in the mask; all tensors [B, T].
 
         delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
 
-    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; a row is an
-    episode that ends, even when it ran into its length limit, so the default is 0. `log_ratios` are not used.
+    Both are 0 where the mask is False. V after the last token is `bootstrap`. Its default is 0, because a row is an
+    episode that ends, even one that reached its length limit. `log_ratios` are not used.
 
-    Returns:
-        (advantages, returns), 0 where the mask is False.
+    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16.
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(values[:, 0])
@@ -155,8 +155,8 @@ def vtrace(
 def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     """Return the advantages [group][row], [T] each, of an estimator without critic; zeros for one with a critic.
 
-    They are whitened over the batch's trained tokens if the estimator or algorithm.whiten asks for that, unless
-    `algorithm.whitens_at_start` leaves it for later.
+    They are whitened over the batch's trained tokens if the estimator or algorithm.whiten asks for that. With
+    `algorithm.whitens_at_start`, Objective.prepare whitens later.
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
@@ -189,11 +189,12 @@ def critic_advantages(
     config: Config, function: Callable[..., tuple[Tensor, Tensor]], response: ResponseTokens, values: Tensor,
     log_rho: Tensor, penalty: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages [N], targets of the critic [N]), of rewards placed by `reward_at_tokens`.
+    """Return (advantages [N], targets of the critic [N]) of rewards that `reward_at_tokens` has placed at tokens.
 
     Args:
         function: `gae`, `vtrace` or the user's own, the `of_tokens` of an entry in async_rl/base/seams/algorithms.py.
-        values, log_rho, penalty: [N] each; the penalty is subtracted from the reward of each token.
+        values, log_rho: [N] each.
+        penalty: [N] subtracted from the reward of each token.
     """
     mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.gae_lambda
     rewards = _rows(response.rewards - penalty, response)
@@ -202,15 +203,15 @@ def critic_advantages(
 
 
 def penalty_to_go(penalty: Tensor, response: ResponseTokens, gamma: float) -> Tensor:
-    """Return the sum, discounted by gamma, of the penalties on each token and the trained ones after it. [N] -> [N]."""
+    """Return for each token the discounted sum of its penalty and of those on later trained tokens. [N] -> [N]."""
     return _tokens(returns_to_go(_rows(penalty, response), _rows(response.trained, response), gamma), response)
 
 
 def _rows(tokens: Tensor, response: ResponseTokens) -> Tensor:
-    """Return the tokens [N] padded with zeros, one line for each row. [k, T]"""
+    """Return values of tokens [N] as one line for each row, padded with zeros. [k, T]"""
     return pad_sequence(list(tokens.split(list(response.lengths))), batch_first=True)
 
 
 def _tokens(rows: Tensor, response: ResponseTokens) -> Tensor:
-    """Return the rows [k, T] as tokens [N], without padding."""
+    """Return values of padded rows [k, T] as values of tokens [N]."""
     return torch.cat([row[:length] for row, length in zip(rows, response.lengths, strict=True)])

@@ -1,8 +1,8 @@
 """Corrections for off-policy data as pure functions: weights that multiply the loss, masks that leave tokens out of it.
 
-Their input is log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, 0 where a token is not
-trained; `rows` [N] is the index of each token's row, `count` the number of rows. A token that a mask drops
-still counts in the normaliser, else dropping tokens would raise the weight of the others.
+The input is log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, and 0 where a token is
+not trained. `rows` [N] is the index of each token's row, `count` the number of rows. A token that a mask drops still
+counts in the normaliser, because otherwise the other tokens would get more weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
 
 
 def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The weight rho_t of each token: of least variance, but biased, as it ignores the tokens before it. [N]
+    """Return the weight rho_t of each token. [N]
+
+    It has the least variance, but a bias, because it ignores the tokens before it.
 
     Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008,
     "Truncated importance sampling".
@@ -37,7 +39,7 @@ def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Te
 
 
 def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The product of rho over the row: unbiased, but its variance grows with the length. [N]
+    """Return the product of rho over the row of each token. It has no bias, but its variance grows with the length. [N]
 
     Source: as for token_weights.
     """
@@ -45,12 +47,12 @@ def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows:
 
 
 def geometric_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """(prod rho)^(1 / length), the geometric mean of rho over the row's trained tokens. [N]"""
+    """Return (prod rho)^(1 / length), the geometric mean of rho over the trained tokens of each token's row. [N]"""
     return bounded_exp(mean_by_row(log_rho, trained, rows, count))[rows]
 
 
 def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """1 where A >= 0, min(prod rho, 1) where A < 0. [N]
+    """Return the weight 1 where A >= 0, and min(prod rho, 1) over the row where A < 0. [N]
 
     Source: TOPR, Le Roux et al. 2025, arXiv 2503.14286.
     """
@@ -62,11 +64,11 @@ def dropped_tokens(
     masks: MasksConfig, log_rho: Tensor, behaviour: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor,
     count: int,
 ) -> Tensor:
-    """Return a bool [N]: True for tokens that a mask of `masks` leaves out of the loss. M2PO's is not among these.
+    """Return a bool [N]: True for tokens that a mask of `masks` leaves out of the loss. M2PO is not applied here.
 
     `MasksConfig` says what each mask does. `behaviour` [N] are the behaviour logprobs, 0 where a token is not trained.
 
-    A NaN is never dropped: it has to reach the loss, where it is noticed.
+    A NaN is never dropped: it must reach the loss, where it is noticed.
 
     Sources: token, IcePop (Ring-1T, arXiv 2510.18855); kpop, KPop (Guo et al. 2026, Ant Group); sequence and geometric,
     Liu et al. 2025, "When speed kills stability"; opsm, DeepSeek-V3.2's off-policy sequence masking; veto, slime's
@@ -91,9 +93,12 @@ def dropped_tokens(
 def m2po_limit(squares: Tensor, places: Tensor, tau: float) -> tuple[float, int]:
     """Return (square, place) of the last token that M2PO keeps, ordered by square and, where equal, by place.
 
-    The largest squares are dropped until the mean of the rest is below tau; one token always stays. `squares` [M] are
-    the (log rho)^2 of all trained tokens of the minibatch, `places` [M] their places in the batch, all different.
+    M2PO drops the largest squares until the mean of the rest is below tau; one token is always kept.
     Source: M2PO, arXiv 2510.01161, algorithm 1.
+
+    Args:
+        squares: [M] the (log rho)^2 of all trained tokens of the minibatch.
+        places: [M] the places of these tokens in the batch, all different.
     """
     if not len(squares):
         return 0.0, 0
@@ -106,7 +111,7 @@ def m2po_limit(squares: Tensor, places: Tensor, tau: float) -> tuple[float, int]
 
 
 def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Tensor:
-    """Return a bool [N]: True for the tokens that M2PO drops, those after the token `limit` in m2po_limit's order.
+    """Return a bool [N]: True for the tokens that M2PO drops, which come after `limit` in the order of `m2po_limit`.
 
     A NaN is never dropped.
     """
@@ -115,12 +120,15 @@ def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Te
 
 
 def interpolated_proximal(logprobs: Tensor, behaviour: Tensor, staleness: Tensor) -> Tensor:
-    """Return proximal logprobs that need no forward pass of their own, detached; `logprobs` are the learner's now. [N]
+    """Return proximal logprobs [N] interpolated between behaviour and learner logprobs, detached. No forward pass.
 
         log p_prox = log p_behaviour + alpha (log p_learner - log p_behaviour)
         alpha = (v_prox - v_behaviour) / (v_learner - v_behaviour) = staleness / (staleness + 1)
 
-    The learner is on its way from version v_prox to v_prox + 1. Source: A-3PO, arXiv 2512.06547.
+    The learner is moving from version v_prox to v_prox + 1. Source: A-3PO, arXiv 2512.06547.
+
+    Args:
+        logprobs: [N] the present learner logprobs.
     """
     alpha = staleness / (staleness + 1)
     return behaviour + alpha * (logprobs.detach() - behaviour)
@@ -131,12 +139,12 @@ def _outside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def weight_sums(log_rho: Tensor, response: ResponseTokens, by_sequence: bool) -> Tensor:
-    """Return [sum w, sum w^2, N] of the importance weights of a micro-batch, in float64. They add up over the batch.
+    """Return [sum w, sum w^2, N] of the importance weights of a micro-batch, in float64. Add them up over the batch.
 
     Args:
         log_rho: [N] proximal - behaviour logprobs, 0 where not trained.
-        by_sequence: a weight is the product over a row's trained tokens, and rows without any don't count. Otherwise
-            each trained token has one.
+        by_sequence: True: one weight for each row with trained tokens, the product over these. False: one weight for
+            each trained token.
     """
     if by_sequence:
         count = len(response.lengths)
@@ -149,9 +157,9 @@ def weight_sums(log_rho: Tensor, response: ResponseTokens, by_sequence: bool) ->
 
 
 def step_scale(sum_of_weights: float, sum_of_squares: float, number: float) -> float:
-    """Return the share of the learning rate: sqrt(ESS / N) = sum w / sqrt(N sum w^2); 1 without any weight.
+    """Return the factor of the learning rate for a batch: sqrt(ESS / N) = sum w / sqrt(N sum w^2).
 
-    It is 1 also if a weight is not a number: the step of such rows is skipped, and the other rows must keep their step.
+    It is 1 without any weight, and if a weight is not a number: that row's step is skipped, and the others keep theirs.
 
     Source: VCPO, arXiv 2602.17616. A weighted mean over N samples has the standard error of a mean over ESS samples, so
     the batch gets the learning rate of ESS samples: with Adam lr * sqrt(ESS / N).

@@ -1,7 +1,7 @@
 """Computes the metrics of a step: sums over tokens by staleness, added up over ranks, and statistics of the batch.
 
-`offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of tokens of staleness n, and
-`by_length/<n>/...` of tokens in episodes of n to 2n - 1 tokens, where n is a power of two.
+`offpolicy/...` and `policy/...` cover all trained tokens, `by_staleness/<n>/...` tokens of staleness n, and
+`by_length/<n>/...` tokens in episodes of n to 2n - 1 tokens, where n is a power of two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MetricAccumulator:
     A value is a scalar or a vector; every rank must use the same names and sizes.
 
     Args:
-        copies: how many ranks add the same values, so that sums over all ranks are divided by it.
+        copies: how many ranks add the same values. Sums over all ranks are divided by it.
     """
 
     def __init__(self, copies: int = 1) -> None:
@@ -48,28 +48,31 @@ class MetricAccumulator:
         """[key] the declaration of each metric of the loss, without its value."""
 
     def add(self, **values: Tensor) -> None:
-        """Add each value, a tensor, to the sum that is kept under its name."""
+        """Add each keyword argument, a tensor, to the sum of that name. A new name starts at 0."""
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def peak(self, **values: Tensor) -> None:
-        """Keep the largest value seen so far of each name, element by element."""
+        """Keep the largest value so far of each keyword argument, a tensor, element by element."""
         for name, value in values.items():
             value = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_by_staleness(self, staleness: Tensor, trained: Tensor, **values: Tensor) -> None:
-        """Add each value [N], an entry for each token, to the sums [BUCKETS] under its name, one for each staleness.
+        """Add tensors [N], one number per token, to sums [BUCKETS] by name: one sum for the tokens of each staleness.
 
-        Only tokens in the mask `trained` [N] count. The last sum is of all tokens of staleness BUCKETS - 1 or more.
+        Only tokens in the mask `trained` [N] count. The last sum has all tokens of staleness BUCKETS - 1 or more.
         """
         self._add_by(staleness.clamp(max=BUCKETS - 1), BUCKETS, trained, values)
 
     def add_by_length(self, lengths: Tensor, trained: Tensor, **values: Tensor) -> None:
-        """Add each value [N], an entry for each token, to the sums [LENGTHS] under its name, by its episode's length.
+        """Add tensors [N], one number per token, to sums [LENGTHS] by name: one sum for each range of episode lengths.
 
-        Only tokens in the mask `trained` [N] count. `lengths` [N] are the tokens of each token's episode.
+        Only tokens in the mask `trained` [N] count.
+
+        Args:
+            lengths: [N] number of tokens in the episode of each token.
         """
         buckets = torch.frexp(lengths.double()).exponent.long() - 1  # floor(log2), exactly
         self._add_by(buckets.clamp(0, LENGTHS - 1), LENGTHS, trained, values)
@@ -100,11 +103,13 @@ def add_offpolicy(
     sums: MetricAccumulator, response: ResponseTokens, log_rho: Tensor, weights: Tensor, truncated: Tensor,
     dropped: Tensor,
 ) -> None:
-    """Add to `sums` how far the data is from the policy at step start, and how the correction changed the weights.
+    """Add to `sums` how far the data is from the policy at step start, and what the correction changed.
 
     Args:
-        log_rho, weights: [N] proximal - behaviour logprobs, and importance weights of the loss.
-        truncated, dropped: [N] bool: the correction's weight is outside [floor, cap]; a mask drops the token.
+        log_rho: [N] proximal - behaviour logprobs.
+        weights: [N] importance weights of the loss.
+        truncated: [N] bool: the correction's weight is outside [floor, cap].
+        dropped: [N] bool: a mask leaves the token out of the loss.
     """
     trained = response.trained
     rho = bounded_exp(log_rho).double()
@@ -139,9 +144,9 @@ def add_policy(
     sums: MetricAccumulator, response: ResponseTokens, logprobs: Tensor, proximal: Tensor, entropy: Tensor,
     advantages: Tensor, clipped: Tensor,
 ) -> None:
-    """Add to `sums` entropy, how far the learner moved since step start, and clipping by the advantage's sign.
+    """Add to `sums` the entropy, how far the learner moved since step start, and clipping by the sign of the advantage.
 
-    All tensors are [N], one entry for each response token of the micro-batch; only trained tokens count.
+    All tensors are [N], one number for each response token of the micro-batch; only trained tokens count.
     """
     positive, negative = advantages > 0, advantages < 0
     sums.add_by_staleness(
@@ -155,7 +160,7 @@ def add_policy(
 def add_loss_metrics(
     sums: MetricAccumulator, metrics: Mapping[str, Tensor | TokenMetric], trained: Tensor
 ) -> None:
-    """Add to `sums` what a loss reports: `metrics` by name, [N] each. Only trained tokens count."""
+    """Add to `sums` the `metrics` that a loss returned, [N] each by name. Only trained tokens count."""
     for name, given in metrics.items():
         each = given if isinstance(given, TokenMetric) else TokenMetric(given)
         key = f"loss/{name}"
@@ -167,7 +172,7 @@ def add_loss_metrics(
 
 
 def loss_metrics(sums: MetricAccumulator, totals: Totals) -> list[Metric]:
-    """Return the metrics `loss/<name>` of `add_loss_metrics`, as the loss has declared them."""
+    """Return the metrics `loss/<name>`, from the sums of `add_loss_metrics` over all ranks."""
     tokens = float(totals["policy_tokens"].sum())
     values = {key: float(totals[key]) for key in sums.of_loss}
     return [
@@ -177,12 +182,12 @@ def loss_metrics(sums: MetricAccumulator, totals: Totals) -> list[Metric]:
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
-    """Return the metrics of `add_offpolicy` and `add_policy`, over all tokens and by staleness.
+    """Return the metrics of `add_offpolicy` and `add_policy`, over all tokens, by staleness and by length.
 
-    Importance weights are by token, rho = proximal / behaviour, uncorrected. ESS/N = (sum w)^2 / (N sum w^2) of rho
-    shows the tail that truncation hides. `ess_truncated` takes the weights as applied, which are 0 for tokens that a
-    mask drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the
-    tokens with that sign of advantage.
+    The importance weight of a token is rho = proximal / behaviour, without correction. ESS/N = (sum w)^2 / (N sum w^2)
+    of rho shows the tail that truncation hides. `ess_truncated` uses the weights as applied, 0 for tokens that a mask
+    drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the tokens
+    with that sign of advantage.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -205,7 +210,7 @@ def token_metrics(totals: Totals) -> list[Metric]:
 
 
 def _length_metrics(totals: Totals) -> list[Metric]:
-    """Return how far off-policy the tokens of short and of long episodes are: staleness, KL, ESS, truncated share."""
+    """Return metrics by episode length that say how off-policy the tokens are: staleness, KL, ESS, truncated share."""
     metrics = []
     for bucket in range(LENGTHS):
         t = {name[len(_BY_LENGTH) :]: float(x[bucket]) for name, x in totals.items() if name.startswith(_BY_LENGTH)}
@@ -223,7 +228,11 @@ def _length_metrics(totals: Totals) -> list[Metric]:
 
 
 def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) -> list[Metric]:
-    """Return the metrics `path`/... of the tokens whose sums are in `t`; `by` is the metric that weighs a step."""
+    """Return metrics named `path`/... of the tokens whose sums are in `t`.
+
+    Args:
+        by: the metric by which a mean over steps weighs each step.
+    """
     n, policy_tokens = max(t["tokens"], 1.0), t["policy_tokens"]
     mean = t["rho"] / n
     variance = max(t["rho_squared"] / n - mean**2, 0.0)
@@ -255,7 +264,7 @@ def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) ->
 
 
 def add_critic(sums: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
-    """Add to `sums` the sums over trained tokens of returns, returns - values, and their squares. Tensors are [N]."""
+    """Add to `sums` returns, returns - values, and the squares of both, over trained tokens. All tensors are [N]."""
     returns = torch.where(trained, returns, 0.0).double()
     residual = torch.where(trained, returns - values, 0.0).double()
     sums.add(
@@ -278,7 +287,8 @@ def explained_variance(totals: Totals) -> float:
 def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metric]:
     """Return the mean reward of a batch by the task's rule, and its correlation with the rewards of a reward model.
 
-    There is no correlation if either gives all answers the same reward, nor if the rule, not `is_gold`, is trained on.
+    The correlation is left out if the rule's reward is also trained on (not `is_gold`), or if either gives all answers
+    the same reward.
     """
     rule, model = (
         np.array([reward for group in batch.groups for reward in group.episode_rewards])
@@ -292,7 +302,8 @@ def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metr
 
 
 def _support_metrics(supports: Sequence[Support]) -> list[Metric]:
-    """Return how many ids the tokens were drawn from; nothing if that is not recorded."""
+    """Return how many ids the tokens were drawn from (their supports), on average and at most; [] if none are recorded.
+    """
     if not supports:
         return []
     sizes = np.concatenate([support.sizes[support.sizes > 0] for support in supports])
@@ -303,11 +314,11 @@ def _support_metrics(supports: Sequence[Support]) -> list[Metric]:
 
 
 def batch_metrics(batch: Batch) -> list[Metric]:
-    """Return reward, staleness and length metrics of episodes, and the buffer's counters.
+    """Return metrics of a batch: reward, staleness and length of its episodes, and the buffer's counters.
 
-    An episode has the staleness of its oldest trained token. `in_flight`, the part it aged while it was generated,
-    and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens staleness is left out. The
-    length of an episode is the number of tokens that the model sampled in it.
+    The staleness of an episode is that of its oldest trained token. It is the sum of `in_flight`, the versions that
+    passed while the episode was generated, and `in_queue`, those that passed in the buffer. Episodes without trained
+    tokens have no staleness. The length of an episode is the number of tokens that the model sampled in it.
     """
     episodes = [[group.rows[row] for row in rows] for group in batch.groups for rows in rows_by_episode(group)]
     rewards = np.array([reward for group in batch.groups for reward in group.episode_rewards])
@@ -376,7 +387,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
 
 
 def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name over the mappings that have it."""
+    """Return for each name its mean over the mappings that have this name."""
     found: dict[str, list[float]] = {}
     for each in named:
         for name, value in each.items():
@@ -390,7 +401,7 @@ def ratio(numerator: float, denominator: float) -> float:
 
 
 def distinct_fraction(rows: Sequence[Row]) -> float:
-    """Return the share of distinct tokens among those that the model sampled in an episode; 1 if there are none."""
+    """Return the share of distinct tokens among the sampled tokens of an episode; 1 if there are none."""
     tokens = _sampled(rows)
     return len(np.unique(tokens)) / len(tokens) if len(tokens) else 1.0
 
@@ -401,8 +412,8 @@ def repeated_fraction(batch: Batch) -> float | None:
         max over a of  (sum over p of s_p(a)  -  max over p of s_p(a)) / (P - 1)
 
     s_p(a) is the share of the answers to prompt p that equal a, token for token. P is the number of prompts. Too old
-    answers count, empty ones don't. It is 0 if no two prompts share an answer, 1 if all prompts get only one answer,
-    and about 1/2 if half of the prompts are answered by yes and the others by no.
+    answers count, empty ones don't. The result is 0 if no two prompts share an answer, and 1 if all prompts get only
+    one answer. It is about 1/2 if half of the prompts are answered by yes and the others by no.
     """
     answers: dict[bytes, list[bytes]] = {}
     for group in batch.groups:

@@ -1,7 +1,7 @@
 """Losses of each token as pure functions. The caller sums them and divides by the normaliser of the minibatch.
 
-A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/base/seams/algorithms.py lists them. In its
-formula A is the advantage and r = exp(learner - centre logprobs). `low` and `high` come from algorithm.clip, further
+A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/base/seams/algorithms.py lists them. In the
+formulas A is the advantage and r = exp(learner - centre logprobs). `low` and `high` come from algorithm.clip, further
 settings from algorithm.params.
 """
 
@@ -27,12 +27,12 @@ from async_rl.base.telemetry.metrics import OverSteps
 from learner.algorithms.masked_ops import MAX_LOG_RATIO, binary_kl, bounded_exp, mean_by_row, sum_by_row
 
 SMALLEST_TAIL = 1e-6
-"""The probability outside of a head is taken as at least this, so that the ratio of two tails is finite."""
+"""The least probability outside of a head, so that the ratio of two tails is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """The most likely tokens of each distribution that a response token was drawn from: M of all N tokens together.
+    """The most likely tokens ("head") of the distribution that each response token was drawn from: M for all N tokens.
 
     The sampled token may be one of them or not.
     """
@@ -46,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """N response tokens of several rows. Logprobs are 0 where a token is not trained."""
+    """The inputs of a loss: N response tokens of several rows. Logprobs are 0 where a token is not trained."""
 
     logprobs: Tensor  # [N] learner logprobs, with gradient
     centre: Tensor  # [N] logprobs that the ratio is taken to: proximal (decoupled) or behaviour (coupled)
@@ -63,27 +63,29 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMetric:
-    """A metric of a loss: a value of each token, and how the values become one number. Only trained tokens count."""
+    """A metric that a loss returns: a value for each token, and how to reduce the values. Only trained tokens count."""
 
     values: Tensor = field(kw_only=False)  # [N]
     reduce: Literal["mean", "sum", "max"] = "mean"
     """How the tokens of a step become one number."""
     over_steps: OverSteps | None = None
-    """How the numbers of many steps become one; None: as `reduce`."""
+    """How the numbers of several steps become one; None: as `reduce`."""
     by: str = ""
-    """For a mean over steps, the metric that weighs a step, such as `batch/response_tokens`; "": all count the same."""
+    """For a mean over steps, the metric that weighs each step, such as `batch/response_tokens`; "": all steps weigh the
+    same.
+    """
     unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of each token, whether it was clipped, and metrics of the loss."""
+    """The output of a loss: the loss of each token, whether it was clipped, and metrics."""
 
     loss: Tensor  # [N] with gradient
     clipped: Tensor  # [N] bool: the loss held the token back, as by algorithm.clip
     metrics: Mapping[str, Tensor | TokenMetric] = field(default_factory=dict)
-    """What the step logs as `loss/<name>`. A plain tensor [N] is logged as its mean over trained tokens. A loss returns
-    the same names for every micro-batch."""
+    """What the step logs as `loss/<name>`. A plain tensor [N] is logged as its mean over trained tokens. A loss must
+    return the same names for every micro-batch."""
 
 
 def ppo_clip_loss(x: LossInputs) -> LossOutput:
@@ -92,8 +94,8 @@ def ppo_clip_loss(x: LossInputs) -> LossOutput:
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
         L = min(L, -dual * A)  where A < 0 and dual > 0
 
-    `clipped` tells of the first line alone. The metric `loss/dual_clip_fraction` is the share of trained tokens for
-    which the second one holds, where dual > 0: these have no gradient either.
+    `clipped` covers only the first line. With dual > 0 the metric `loss/dual_clip_fraction` is the share of trained
+    tokens that the second line changes; these have no gradient either.
 
     Sources: PPO, Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds, DAPO, arXiv 2503.14476;
     dual clip, Ye et al. 2019, arXiv 1912.09729, equation 5; centred on the proximal instead of the behaviour
@@ -132,9 +134,10 @@ def gspo_loss(x: LossInputs) -> LossOutput:
 
 
 def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
-    """L = -keep r A + tv_pull (log r)^2: keep is 0 for a token whose probability has moved from the centre's by more
-    than `tv` in the direction of its advantage, else 1. Rare tokens, whose ratios are large while their probability
-    hardly changes, stay.
+    """L = -keep r A + tv_pull (log r)^2, where keep is 1 or 0.
+
+    keep is 0 for a token whose probability has moved from the centre's by more than `tv` in the direction of its
+    advantage. Rare tokens are kept: their ratios are large, but their probability hardly changes.
 
     Source: prime-rl's default loss (DPPO, binary total variation).
     """
@@ -146,8 +149,10 @@ def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
 
 
 def dppo_kl_loss(x: LossInputs, settings: DppoKlSettings) -> LossOutput:
-    """L = -keep r A: keep is 0 for a token that has moved from the centre in the direction of its advantage, with a
-    binary KL D_B(centre || learner) above `kl`, else 1.
+    """L = -keep r A, where keep is 1 or 0.
+
+    keep is 0 for a token that has moved from the centre in the direction of its advantage, with a binary KL
+    D_B(centre || learner) above `kl`.
 
     Source: DPPO, arXiv 2602.04879, the variant with binary KL.
     """
@@ -158,7 +163,7 @@ def dppo_kl_loss(x: LossInputs, settings: DppoKlSettings) -> LossOutput:
 
 
 def sat_loss(x: LossInputs, settings: SatSettings) -> LossOutput:
-    """PPO's clipped loss, whose interval is smaller for the tokens that are furthest from the centre:
+    """PPO's clipped loss with a smaller interval for the tokens that are furthest from the centre:
 
         d = log r without gradient,  Q = the quantile of |d| over the trained tokens of the micro-batch
         c = 1 where |d| <= Q or Q = 0, else 1 / (1 + (|d| / Q)^2)
@@ -226,9 +231,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def kl_k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """k1 = log p - log q, whose mean over samples of p estimates KL(p || q) without bias; may be negative.
+    """k1 = log p - log q. Its mean over samples of p estimates KL(p || q) without bias; it may be negative.
 
-    For the reward, not for a loss: its gradient has mean zero. Source: Schulman 2020, "Approximating KL Divergence".
+    Use it in rewards, not as a loss: its gradient has mean zero. Source: Schulman 2020, "Approximating KL Divergence".
     """
     return logprobs - other
 
@@ -242,7 +247,7 @@ def kl_k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """k3 = q / p - 1 - log(q / p) >= 0: over samples of p it is unbiased like k1, with less variance.
+    """k3 = q / p - 1 - log(q / p) >= 0. Over samples of p it has no bias, like k1, and less variance.
 
     As a loss it has the gradient of the other divergence, KL(q || p). Source: as for k1.
     """
@@ -251,10 +256,14 @@ def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def check_output(output: LossOutput, name: str, trained: Tensor) -> None:
-    """Check what the loss `name` returned: a tensor of another shape would be summed up wrongly, in silence.
+    """Check that the tensors a loss returned have one value per token. Other shapes would be summed wrongly, unnoticed.
+
+    Args:
+        name: the loss, for the message.
+        trained: [N], whose shape is required.
 
     Raises:
-        AsyncRLError: a tensor is not [N], as `trained` is.
+        AsyncRLError: a tensor is not [N].
     """
     metrics = {
         f"metrics[{name!r}]": each.values if isinstance(each, TokenMetric) else each
@@ -282,9 +291,9 @@ def bradley_terry(
     """Return sum_i w_i (-log sigmoid(r_i - r'_i - m_i) + centering (r_i + r'_i)^2), with gradient.
 
     The Bradley-Terry model: answer i is preferred to answer j with probability sigmoid(r_i - r_j).
-    A pair of a ranking of K answers has the weight 1 / (number of its pairs): so long rankings count no more than
-    pairs. Sources: Ouyang et al. 2022, arXiv 2203.02155, section 3.5; the margin Touvron et al. 2023, arXiv 2307.09288,
-    section 3.2.2; centering Eisenstein et al. 2023, arXiv 2312.09244.
+    A pair of a ranking of K answers has the weight 1 / (number of its pairs), so that long rankings count no more than
+    single pairs. Sources: Ouyang et al. 2022, arXiv 2203.02155, section 3.5; the margin Touvron et al. 2023, arXiv
+    2307.09288, section 3.2.2; centering Eisenstein et al. 2023, arXiv 2312.09244.
     """
     losses = -F.logsigmoid(preferred - other - margins)
     if centering:
@@ -293,9 +302,9 @@ def bradley_terry(
 
 
 def comparison_metrics(preferred: Tensor, other: Tensor, weights: Tensor) -> dict[str, float]:
-    """Return how well rewards [n] of compared answers agree with the comparisons; all are means by `weights`.
+    """Return how well rewards [n] of compared answers agree with the comparisons: four means, weighted by `weights`.
 
-    loss: -log sigmoid(d), where d is the preferred answer's reward less the other's.
+    loss: -log sigmoid(d), where d is the preferred answer's reward minus the other's.
     accuracy: the share with d > 0; d = 0 counts half.
     margin: the mean of d.
     calibration_error: in ten bins of the confidence sigmoid(|d|), from 0.5 to 1, the distance between mean confidence

@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are held in +-20 before exp, so that no ratio overflows sums in float32."""
+"""Log ratios are clamped to +-20 before exp, so that no ratio overflows sums in float32."""
 PROBABILITY_MARGIN = 1e-6
-"""Binary KL divergences hold probabilities so far from 0 and 1, as prime-rl does."""
+"""Binary KL divergences clamp probabilities this far from 0 and 1, as prime-rl does."""
 
 
 def bounded_exp(log_ratios: Tensor) -> Tensor:
-    """Return exp(x) with x held in +-MAX_LOG_RATIO. Any shape."""
+    """Return exp(x), with x clamped to +-MAX_LOG_RATIO first. Any shape."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return D_B(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)) of log-probabilities, in nats. Any shape.
+    """Return D_B(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), in nats, from log-probabilities. Any shape.
 
-    It is the KL divergence of two policies that tell one token from all others. Probabilities are held in
-    [PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN]; a NaN stays one. Source: DPPO, arXiv 2602.04879, the binary KL.
+    This is the KL divergence between two policies if all tokens but one are merged. Probabilities are clamped to
+    [PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN]; NaN gives NaN. Source: DPPO, arXiv 2602.04879, the binary KL.
     """
     p, q = (x.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN) for x in (log_p, log_q))
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()

@@ -2,7 +2,7 @@
 
     Objective.prepare         once a batch, after the passes at step start: numbers that depend on all its tokens
     Objective.losses          for each micro-batch: logprobs, entropy and values -> losses summed over trained tokens
-    Objective.add_statistics  for each micro-batch, next to its loss: what the metrics of the step are made of
+    Objective.add_statistics  for each micro-batch, next to its loss: the sums for the metrics of the step
     Objective.finish          once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
 
 The caller divides a loss by the normaliser, which counts the tokens or rows of the minibatch on all ranks.
@@ -43,18 +43,19 @@ from learner.algorithms.parity import MASS_TOLERANCE, add_parity, add_supports
 from learner.packing import MicroBatch, MiniBatch, ResponseTokens, rows_by_episode, tokens_by_episode
 
 KL_STEP = 0.1
-"""In one batch an adaptive KL coefficient changes by at most 0.2 * KL_STEP of its value."""
+"""An adaptive KL coefficient changes by at most 0.2 * KL_STEP of its value per batch."""
 KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
     "none": None, "k1_reward": None, "k2_loss": kl_k2, "k3_loss": kl_k3,
 }  # fmt: skip
-"""By value of algorithm.kl.kind, the KL estimate that is added to the loss; None: the loss gets none."""
+"""[algorithm.kl.kind] the KL estimate that is added to the loss; None: nothing is added."""
 AGGREGATIONS: dict[str, tuple[Callable[[Sequence[int], int], int], bool]] = {
     "token_mean": (lambda counted, longest: sum(counted), False),
     "sequence_mean": (lambda counted, longest: sum(n > 0 for n in counted), True),
     "constant": (lambda counted, longest: len(counted) * longest, False),
 }
-"""By value of algorithm.aggregation: (counted tokens of each episode, the longest response in tokens) -> the number
-that the summed loss of a minibatch is divided by; and whether a token's loss is first divided by its episode's tokens.
+"""[algorithm.aggregation] (function, flag). The function maps (counted tokens of each episode, longest response in
+tokens) to the number that the summed loss of a minibatch is divided by. The flag says whether the loss of a token is
+first divided by the number of tokens of its episode.
 """
 
 
@@ -77,7 +78,7 @@ class MicroBatchLosses:
 
 
 class Objective:
-    """Computes the losses that a configuration asks for. Its only state, `kl_coef`, must be in every checkpoint.
+    """Computes the losses that a configuration asks for. Its only state, `kl_coef`, must be saved in every checkpoint.
 
     Raises:
         ConfigError: the configuration names a loss, advantage, correction or aggregation that does not exist.
@@ -100,25 +101,28 @@ class Objective:
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
         self.computes_proximal = early or (algorithm.old_logprobs != "interpolate" and (takes_several or has_dropout))
-        """Whether a forward pass at step start computes the proximal logprobs. Otherwise they are interpolated, or
-        the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
+        """Whether a forward pass at step start computes the proximal logprobs. Otherwise they are interpolated, or come
+        from the pass with gradient: with one optimizer step a batch and no dropout the two passes agree."""
         self.computes_values = takes_several or self._whitens_at_start
-        """Whether a forward pass at step start computes the old values, if there is a critic."""
+        """Whether a forward pass at step start computes the old values of the critic, if there is one."""
         reads_policy = self.advantage.reads_ratios or algorithm.kl.kind == "k1_reward"
         self.trains_critic_first = self.computes_proximal or not reads_policy
-        """Whether the critic's targets are known before the pass of the policy with gradient."""
+        """Whether the critic's targets are known before the policy's forward pass with gradient."""
         self.needs_reference = algorithm.kl.kind != "none"
 
     def restore(self, kl_coef: float) -> None:
-        """Continue with the coefficient of a checkpoint, if it is adapted; a fixed one is the configuration's."""
+        """Take the KL coefficient of a checkpoint, if it is adaptive. A fixed one comes from the configuration."""
         if self._kl_target > 0:
             self.kl_coef = kl_coef
 
     def normaliser(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> float:
-        """Return the number, at least 1, that the summed policy loss of the (group, row) `pairs` is divided by.
+        """Return the number, at least 1, that the policy loss summed over rows is divided by (algorithm.aggregation).
 
-        It follows from algorithm.aggregation. The pairs belong to whole episodes. Trained tokens count, and so do
-        tokens masked only for their age: the mask removes their loss and does not amplify the others' loss.
+        It counts trained tokens and those that are masked only as too old. So that mask removes their loss, and does
+        not amplify the loss of the others.
+
+        Args:
+            pairs: (group, row) indices of the rows of whole episodes.
         """
         chosen = set(pairs)
         counted = [
@@ -130,8 +134,9 @@ class Objective:
 
     @torch.no_grad()
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return all minibatches of a batch with `whitening`, `m2po_limit` and `mean_weight` set, which depend on the
-        tokens of all ranks. Collective. The forward passes at step start must have been made before.
+        """Return the minibatches of a batch with `whitening`, `m2po_limit` and `mean_weight` set. Collective.
+
+        These depend on the tokens of all ranks. Call it after the forward passes at step start.
         """
         correction, mean, scale = self.config.algorithm.correction, 0.0, 1.0
         if self._whitens_at_start:
@@ -158,7 +163,7 @@ class Objective:
     ) -> MicroBatchLosses:
         """Return the losses of policy and critic for a micro-batch of `minibatch`, summed over trained tokens.
 
-        Proximal logprobs and old values that were not computed at step start are taken from this pass, detached.
+        Proximal logprobs and old values that step start did not compute are taken from this pass, detached.
         """
         algorithm, response = self.config.algorithm, micro.response
         trained, rows, count = response.trained, response.rows, len(response.lengths)
@@ -209,7 +214,7 @@ class Objective:
         self, micro: MicroBatch,
         values: Tensor,  # [N] of the critic, with gradient
     ) -> Tensor:
-        """Return the `critic` of `losses` without the policy's logprobs. Only for `trains_critic_first`."""
+        """Return the critic's loss as `losses` does, before the policy's pass. Only if `trains_critic_first`."""
         proximal = _computed(micro.proximal) if self.computes_proximal else micro.response.behaviour  # nothing reads it
         old_values = values.detach() if micro.values is None else micro.values
         return self._value_loss(micro, values, old_values, self._advantages(micro, proximal, old_values)[1])
@@ -224,7 +229,7 @@ class Objective:
         is_first_epoch: bool,
         masses: Tensor | None = None,  # [2, N] of score_supports
     ) -> None:
-        """Add to `sums` what the metrics of the step are made of; off-policyness counts in the first epoch only."""
+        """Add to `sums` the terms of the step's metrics. Those on off-policy data are added only in the first epoch."""
         algorithm, response, trained, of = self.config.algorithm, micro.response, micro.response.trained, losses
         if of.critic is not None:
             add_critic(sums, _computed(of.old_values), _computed(of.returns), trained)
@@ -246,13 +251,18 @@ class Objective:
             sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
     def finish(self, totals: Totals, batch: Batch, *, has_trained_policy: bool) -> list[Metric]:
-        """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient, from sums of all ranks.
+        """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient. Called at the end of a batch.
 
-        While the policy is not trained, as in the critic's warm-up, its KL says nothing of the coefficient. Else, if
-        algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
-        KL(proximal || reference) of the batch, estimated by k3 in nats a token. Source: Ziegler et al. 2019, arXiv
-        1909.08593, section 2.2. `vtrace/reach` is the share of a final reward that reaches the first token of a row
-        of median length: the product of the traces lam * min(rho, 1) over the row.
+        If algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
+        KL(proximal || reference) of the batch, estimated by k3 in nats a token. The coefficient stays as it is while
+        the policy is not trained, as in the critic's warm-up. Source: Ziegler et al. 2019, arXiv 1909.08593, section
+        2.2.
+
+        `vtrace/reach` is the share of a final reward that reaches the first token of a row of median length: the
+        product of the traces lam * min(rho, 1) over the row.
+
+        Args:
+            totals: sums over all ranks.
         """
         metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
         if "reference_k3" in totals:
@@ -271,8 +281,11 @@ class Objective:
     def proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         """Return the proximal logprobs [N], detached, 0 if untrained.
 
-        They are interpolated between behaviour and `logprobs` if so configured. Else they come from step start, or are
-        `logprobs` where step start computed none.
+        With algorithm.old_logprobs interpolate they lie between behaviour and `logprobs`. Otherwise they are those of
+        step start, or `logprobs` if step start computed none.
+
+        Args:
+            logprobs: [N] the learner logprobs of this pass.
         """
         if self.config.algorithm.old_logprobs == "interpolate":
             return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
@@ -281,7 +294,7 @@ class Objective:
     def _advantages(
         self, micro: MicroBatch, proximal: Tensor, values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (advantages [N], the critic's targets [N]), with the KL penalty on rewards and not yet whitened."""
+        """Return (advantages [N], the critic's targets [N] or None), with a k1_reward KL penalty, not yet whitened."""
         response, algorithm = micro.response, self.config.algorithm
         penalty = torch.zeros_like(proximal)
         if algorithm.kl.kind == "k1_reward":
@@ -295,7 +308,7 @@ class Objective:
         return response.advantages, None
 
     def _mean_weight(self, minibatch: MiniBatch) -> float:
-        """Return the mean importance weight of a minibatch's trained tokens on all ranks, 1 if it is 0. Collective."""
+        """Return the mean importance weight of a minibatch's trained tokens on all ranks; 1 if it is 0. Collective."""
         weights = []
         for micro in minibatch.micro_batches:
             log_rho = _log_rho_at_start(micro)
@@ -306,7 +319,10 @@ class Objective:
         return float(flat.mean()) if flat.any() else 1.0
 
     def _m2po_limit(self, minibatch: MiniBatch) -> tuple[float, int]:
-        """Return `m2po_limit` of a minibatch's trained tokens on all ranks; with tau 0 all are kept. Collective."""
+        """Return the result of `m2po_limit` for a minibatch's trained tokens on all ranks. Collective.
+
+        Without the M2PO mask (tau 0) the limit keeps all tokens.
+        """
         tau = self.config.algorithm.correction.masks.m2po
         if tau == 0:
             return minibatch.m2po_limit
@@ -318,9 +334,9 @@ class Objective:
         return m2po_limit(self._gather(squares), self._gather(places), tau)
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the values of all shares of the batch, concatenated. Collective. [n_i] of this rank -> [n].
+        """Return the values of all shares of the batch, concatenated. [n_i] on this rank -> [n]. Collective.
 
-        The ranks of a sequence group have the same values, so the first rank's are taken.
+        The ranks of a sequence group have the same values, so only those of the first rank are taken.
         """
         values = torch.cat(list(parts))
         sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
@@ -332,9 +348,10 @@ class Objective:
         return torch.cat(whole[:: self.config.learner.sequence_parallel])
 
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
-        """Return (weights [N] of the loss, truncated [N] bool: the correction's weight is outside [floor, cap]).
+        """Return (importance weights [N] of the loss, truncated [N] bool).
 
-        A weight outside is held at floor or cap, unless the correction is not applied: then the loss has weights of 1.
+        `truncated` tokens have a correction weight outside [floor, cap]. Weights are clamped to that range. If the
+        correction is not applied, all weights are 1.
         """
         correction = self.config.algorithm.correction
         raw = self._weights_of(log_rho, advantages, response.trained, response.rows, len(response.lengths))
@@ -345,7 +362,7 @@ class Objective:
 
 
 def _computed(tensor: Tensor | None) -> Tensor:
-    """Return the tensor itself: the configuration needs it, so it was computed at step start and is not None."""
+    """Return `tensor`, which is not None: the configuration needs it, so step start has computed it."""
     assert tensor is not None
     return tensor
 

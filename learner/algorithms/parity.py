@@ -1,11 +1,12 @@
-"""How far the logprobs of engine and learner are apart for tokens of equal version: sums, and the metrics `parity/...`.
+"""How far the logprobs of engine and learner differ for tokens of equal version: sums, and the metrics `parity/...`.
 
     d = learner's logprob - engine's logprob,  w = exp(d),  n tokens of one axis
 
-With the engine's true sampling distribution q the mean of w is 1, whatever the learner's p. If q leaves out tokens that
-p has, it is the mass that q has kept. An engine at temperature T (1 + e) instead of T has d = e (log q + H) + O(e^2),
-where H is the entropy of the token's distribution: so e is the slope of d over log q + H. If the tokens were really
-sampled from q, the mean of log q + H is 0; an engine that leaves out unlikely tokens has it above.
+If q is the engine's true sampling distribution, the mean of w is 1, whatever the learner's p. If q leaves out tokens
+that p has, the mean of w is the mass that q has kept. An engine at temperature T (1 + e) instead of T has
+d = e (log q + H) + O(e^2), where H is the entropy of the token's distribution: so e is the slope of d over log q + H.
+If the tokens were really sampled from q, the mean of log q + H is 0. It is above 0 for an engine that leaves out
+unlikely tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from learner.algorithms.masked_ops import bounded_exp
 from learner.packing import ResponseTokens
 
 AXES = ("precision", "old_kv")
-"""precision: tokens whose whole context has KV of their version. old_kv: tokens sampled after a push in place, which
-may read KV of older weights. The learner computes their context anew, with its own weights."""
+"""Two kinds of tokens. precision: the whole context has KV of the token's version. old_kv: sampled after a push in
+place, so the context may have KV of older weights, while the learner computes the context with its own weights."""
 MASS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""[compute type] how far the learner's probability of a support may be from the engine's."""
+"""[compute type] how much the learner's and the engine's probability of a support (the ids drawn from) may differ."""
 _SMALLEST, _BINS_A_DECADE, _DECADES = 1e-9, 20, 11
 """|d| is counted in bins from 1e-9 to 100 nats, each 12 % wider than the one before."""
 
@@ -36,7 +37,7 @@ def add_parity(
     log_rho: Tensor,  # [N] learner's - engine's logprobs
     entropy: Tensor,  # [N]
 ) -> None:
-    """Add to `sums` what `parity_metrics` needs of the tokens of a micro-batch."""
+    """Add to `sums` the terms of `parity_metrics` for the tokens of a micro-batch."""
     d, x = log_rho.double(), (response.behaviour + entropy.detach()).double()
     bins = ((d.abs().clamp(min=_SMALLEST).log10() - math.log10(_SMALLEST)) * _BINS_A_DECADE).nan_to_num().long()
     bins = bins.clamp(max=_BINS_A_DECADE * _DECADES)
@@ -57,10 +58,11 @@ def add_supports(
     sizes: Tensor,  # [N] ids of each token's support
     sampling: Sampling, tolerance: float,
 ) -> None:
-    """Add to `sums` how many tokens of equal version were drawn from other ids than rollout.top_p and top_k keep.
+    """Add to `sums` how many tokens of equal version were drawn from ids that rollout.top_p and top_k don't explain.
 
-    top_p keeps the most probable ids, as many as reach it. So the support without its least probable id has less; the
-    whole support has as much, unless top_k or min_p leave more out. Of top_k alone a support has as many ids.
+    top_p keeps the most probable ids until their probability reaches top_p. So a support without its least probable id
+    has less than top_p, and the whole support has at least top_p, unless top_k or min_p leave more out. With top_k
+    alone a support has top_k ids.
     """
     counts = response.comparable & response.trained & (sizes > 0)
     mass, without_least = masses
@@ -76,7 +78,7 @@ def add_supports(
 
 
 def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
-    """Return the metrics `parity/<axis>/...` of the sums of all ranks; none of an axis without tokens.
+    """Return the metrics `parity/<axis>/...` from the sums of all ranks. An axis without tokens has none.
 
     mean_abs, p99_abs, max_abs: of |d|, in nats; p99_abs is the upper end of its bin.
     ratio_mean, ratio_var: of w. The standard error of ratio_mean is sqrt(ratio_var / tokens).

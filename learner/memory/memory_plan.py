@@ -1,4 +1,4 @@
-"""Memory of a run's learner ranks and servers before its start: does it fit, a table, and advice if it doesn't."""
+"""Plans the memory of learner ranks and servers before a run starts: does it fit, a table, and advice if it doesn't."""
 
 from __future__ import annotations
 
@@ -64,20 +64,21 @@ class MemoryPlan:
         self.kv_tokens = left if self.on_gpu else min(left, self.answer_tokens)
 
     def rank_memory(self) -> RankMemory:
-        """Return the memory of a learner rank as it is configured; NotImplementedError: it can't be computed."""
+        """Return the memory of a learner rank as it is configured. Raises NotImplementedError if it can't be computed.
+        """
         return self.estimate.rank_memory(checkpoints=self.checkpoints)
 
     def check(self) -> list[str]:
-        """Return warnings about full micro-batches that don't fit.
+        """Check that servers and learner ranks fit into memory; return warnings about full micro-batches that don't.
 
         Raises:
-            ConfigError: a server or a learner rank has too little memory at any size of micro-batch.
+            ConfigError: a server, or a learner rank with the smallest micro-batches, has too little memory.
         """
         self.check_servers()
         return self.check_ranks()
 
     def check_ranks(self) -> list[str]:
-        """Check the learner's ranks alone, as `check` does."""
+        """Check that the learner's ranks fit into memory; returns and raises as `check` does."""
         if surely_fits(self.config, self.rank_room):
             return []
         try:
@@ -133,7 +134,7 @@ class MemoryPlan:
             )
 
     def table(self) -> list[str]:
-        """Return the table of `async-rl train --dry-run`: lines by rank and server."""
+        """Return the lines of the table that `async-rl train --dry-run` prints: memory by rank and by server."""
         placement, rank = self.config.placement, f"each of {self.config.placement.learner.ranks} learner rank(s):"
         lines = [f"{'smallest GPU' if self.on_gpu else 'host'}: {_size(self.total)}"]
         try:

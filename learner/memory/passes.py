@@ -31,18 +31,19 @@ class PassMemory:
 
 
 _measured: dict[tuple[object, ...], PassMemory] = {}
-"""What `measure_pass` has returned, by its arguments: one start asks several times for the same."""
+"""Earlier results of `measure_pass` by its arguments. One start of a run asks several times for the same."""
 
 
 def measure_pass(
     config: Any, row_tokens: int, dtype: torch.dtype, *, checkpoints: bool, masked: bool, slices: int = 1
 ) -> PassMemory:
-    """Return the memory of a row in a pass of the model of `config`, a transformers config.
+    """Return the memory that each row takes in a forward and backward pass of the model of `config` (transformers').
 
-    Passes are made with two and three layers and with one and two rows; larger sizes follow from these. Attention is
-    eager or SDPA; flex and flash attention keep as much as SDPA.
+    The passes have two and three layers, and one and two rows; larger sizes are extrapolated. Attention is eager or
+    SDPA; flex and flash attention keep as much as SDPA.
 
     Args:
+        row_tokens: tokens of a row.
         checkpoints: keep only the inputs of each block.
         masked: attention has a mask [rows, 1, S, S], which each rank has whole; else it is causal.
         slices: ranks that split the row (learner.sequence_parallel). The result is the memory of one of them.
@@ -122,9 +123,10 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors, with or without data, that are made in the `with` block and alive: `live`, `peak`.
+    """A context that counts the bytes of tensors made in it: `live` are those alive now, `peak` the most so far.
 
-    It does not see what one operation allocates for itself. Views of `existing` tensors cost nothing.
+    Tensors without data count too. It does not see what one operation allocates for itself. Views of `existing` tensors
+    cost nothing.
     """
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:

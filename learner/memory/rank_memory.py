@@ -3,9 +3,9 @@
 The peak is the fullest moment of a step: a weight push, or one of these moments in a network's backward pass.
 
     logits       the output head: all activations, logits, and the gradient of the head
-    last block   the first of the backward pass: all activations, and what the pass of a block makes
-    first block  the last of the backward pass: the activations of one block, and the gradients of all others
-    embedding    the gradients of embeddings and of all that is no block, until they are split over the ranks
+    last block   the first block of the backward pass: all activations, and what the pass of one block makes
+    first block  the last block of the backward pass: the activations of one block, and the gradients of all others
+    embedding    the gradients of embeddings and other weights outside blocks, until they are split over the ranks
 
 FSDP2 shards each block by itself and all the rest, the root, together: the root stays gathered during the whole pass,
 and its gradients are split at the end. With learner.sequence_parallel, embeddings and head are units of their own: each
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from learner.memory.passes import PassMemory
 
 PROCESS_BYTES = {"cpu": 0, "cuda": 3 * 2**29}
-"""[device] memory of a process before it holds a tensor: the CUDA context and NCCL's buffers, 1.3 GiB on an H100. On a
+"""[device] memory of a process before it has a tensor: the CUDA context and NCCL's buffers, 1.3 GiB on an H100. On a
 CPU only tensors are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one learner rank needs."""
+    """The memory that one learner rank needs, in bytes."""
 
     parts: dict[str, int]  # [use] on the rank's device, not all at the same time
     host: dict[str, int]  # [use] in CPU memory: what is offloaded, and checkpoints
@@ -51,7 +51,11 @@ class RankMemory:
 
 
 class RankMemoryEstimate:
-    """Estimates the memory of a learner rank; ConfigError: a model can't be loaded. Models' headers are read once."""
+    """Estimates the memory of a learner rank. The headers of the models' files are read once, in the constructor.
+
+    Raises:
+        ConfigError: a model can't be loaded.
+    """
 
     def __init__(self, config: Config, device_type: str) -> None:
         self._config, self._device_type = config, device_type
@@ -63,10 +67,10 @@ class RankMemoryEstimate:
         self.networks = networks_of(config)
 
     def measure(self, network: NetworkSizes, checkpoints: bool) -> PassMemory:
-        """Return the memory of this rank's part of the longest row in a pass of the network.
+        """Return the memory that the longest row takes on this rank in a pass of the network.
 
         Raises:
-            NotImplementedError: it can't be measured without data.
+            NotImplementedError: the pass can't be measured without data.
         """
         from learner.memory.passes import measure_pass
 
@@ -78,14 +82,18 @@ class RankMemoryEstimate:
         )
 
     def fits_plain(self, room: int) -> bool:
-        """Return whether a rank with `room` bytes trains without checkpointing; False where that can't be computed."""
+        """Return whether a rank with `room` bytes trains without gradient checkpointing; False if it can't be computed.
+        """
         try:
             return surely_fits(self._config, room) or self.rank_memory(checkpoints=False).peak <= room
         except NotImplementedError:
             return False
 
     def rank_memory(self, *, checkpoints: bool, max_tokens: int = 0) -> RankMemory:
-        """Return the memory of a rank. `max_tokens` replaces learner.max_tokens_per_microbatch, unless it is 0.
+        """Return the memory of a rank, with or without gradient checkpointing (`checkpoints`).
+
+        Args:
+            max_tokens: replaces learner.max_tokens_per_microbatch, unless it is 0.
 
         Raises:
             NotImplementedError: a pass can't be measured without data.
@@ -122,7 +130,12 @@ class RankMemoryEstimate:
         return held + self._process
 
     def _peaks(self, passes: list[BackwardPass], held: dict[str, int]) -> dict[str, int]:
-        """Return [moment] bytes on the device, given the bytes of gradients and of what is held during a step."""
+        """Return [moment] bytes on the device.
+
+        Args:
+            passes: the backward pass of each trained network, the policy's first.
+            held: [use] bytes on the device during a whole step.
+        """
         gradients = {name.partition(":")[0]: size for name, size in held.items() if name.endswith("gradients")}
         fixed = sum(held.values()) - sum(gradients.values()) + self._process
         peaks = {"push": float(fixed + self._push())}
@@ -143,7 +156,7 @@ class RankMemoryEstimate:
         return {name: round(size) for name, size in peaks.items()}
 
     def _held(self) -> Iterator[tuple[str, int, bool]]:
-        """Yield (use, bytes, whether it is offloaded) of what a rank holds during a whole step."""
+        """Yield (use, bytes, whether it is offloaded) of everything that a rank keeps in memory during a whole step."""
         split, offload = self._split, self._config.learner.offload
         for network in self.networks:
             role, trained = network.role, MASTER_BYTES * network.trains.all // split
@@ -158,14 +171,14 @@ class RankMemoryEstimate:
                 yield f"{role}: average", network.average // split, offload == "all"
 
     def _buckets(self) -> int:
-        """Return the bytes of the buckets that weights are pushed in: two, or one that holds them all."""
+        """Return the bytes of the buckets in which weights are pushed: two, or one if the whole model fits into it."""
         policy, bucket_bytes = self.networks[0], self._config.weight_sync.bucket_bytes
         model_bytes = self.dtype.itemsize * policy.has.all
         most = max(bucket_bytes, self.dtype.itemsize * policy.largest) * (1 if model_bytes <= bucket_bytes else 2)
         return min(model_bytes, most) if self._device_type == "cpu" else most  # on a CPU what is not used is not there
 
     def _push(self) -> int:
-        """Return the bytes of the buckets and of the largest weight, which is converted and gathered."""
+        """Return the bytes that only a push needs: the buckets, and the largest weight, gathered and converted."""
         is_converted = self.dtype.itemsize != MASTER_BYTES
         each = self.dtype.itemsize if is_converted or self._split > 1 else 0
         if self._config.model.lora.rank:  # gathered in float32, merged with its adapter, and then converted
@@ -175,7 +188,8 @@ class RankMemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
-    """Bytes of one network's backward pass over a micro-batch on one rank, without held weights and optimizer state."""
+    """Bytes of one network's backward pass over a micro-batch on one rank, without stored weights and optimizer state.
+    """
 
     network: NetworkSizes
     is_first: bool  # there are no gradients of earlier micro-batches
@@ -190,10 +204,12 @@ def backward_pass(
     network: NetworkSizes, row: PassMemory, *, rows: int, tokens: int, device_type: str, itemsize: int, split: int,
     slices: int, is_first: bool, keeps_gradients: bool,
 ) -> BackwardPass:  # fmt: skip
-    """Return the bytes of a backward pass.
+    """Return the bytes of a backward pass of one network over a micro-batch.
 
     Args:
-        rows: rows of full length in the micro-batch; this rank has `tokens` of their tokens.
+        row: the memory of one row in a pass.
+        rows: rows of full length in the micro-batch.
+        tokens: tokens of these rows that this rank has.
         itemsize: bytes of a number in the compute type.
         split: ranks that weights are split over.
         slices: ranks that a row, the output head and the embeddings are split over.
@@ -242,8 +258,8 @@ def backward_pass(
 def _score_bytes(network: NetworkSizes, tokens: int, device_type: str, itemsize: int, slices: int) -> int:
     """Return the bytes of logits and of the head's gradient; see token_scores.py and split_vocabulary.py.
 
-    The gradient of a chunk may be added to a sum. It is made when only the logits' gradient, in the compute type, is
-    left of the logits.
+    The gradient of a chunk may be added to a sum. It is made when the logits are gone except for their gradient, in the
+    compute type.
     """
     if not network.has.head:
         return 0

@@ -1,4 +1,4 @@
-"""The memory that a learner rank may use, and whether a run surely fits, so that nothing has to be measured."""
+"""The memory that a learner rank may use, and a quick bound that says whether a run fits without measuring it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ IN_TURNS_BYTES = 5 * GIB
 PROCESS_BYTES = GIB // 2
 """CPU memory of a process without weights: the interpreter and its libraries."""
 STATE_BYTES = 20
-"""Bytes for each weight that is trained: weight, gradient, AdamW's two moments and an average, in float32."""
+"""Bytes for each trained weight: weight, gradient, AdamW's two moments and an average, in float32."""
 _MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
 """The engines' largest batches, of replies and of prompts."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def networks(config: Config) -> dict[str, tuple[str, str]]:
-    """Return (key, path) of the model of each network that the learner holds, by its role, the policy first."""
+    """Return {role: (key, path)} of the learner's networks, the policy first: the setting of the model, and its value.
+    """
     algorithm, model = config.algorithm, config.model
     paths = {"policy": ("model.path", model.path)}
     if algorithm.advantage_entry.needs_critic:
@@ -38,12 +39,13 @@ def networks(config: Config) -> dict[str, tuple[str, str]]:
 
 
 def most_state_bytes(config: Config) -> int:
-    """Return a bound on the weights of all networks and on all that an optimizer like AdamW keeps for them."""
+    """Return an upper bound of the bytes of all networks' weights, gradients and optimizer state, as AdamW has."""
     return STATE_BYTES * sum(_num_weights(path) for _, path in networks(config).values())
 
 
 def surely_fits(config: Config, room: int) -> bool:
-    """Return whether a bound far above the need of a rank fits `room` bytes. Measuring a pass would take seconds."""
+    """Return whether a rough upper bound of a rank's memory fits `room` bytes. Saves the seconds of measuring a pass.
+    """
     longest, needed = config.longest_tokens, most_state_bytes(config)
     for _, path in networks(config).values():
         model = AutoConfig.from_pretrained(path).get_text_config()
@@ -56,7 +58,8 @@ def surely_fits(config: Config, room: int) -> bool:
 
 
 def surely_fits_host(config: Config, total: int) -> bool:
-    """Return whether all ranks and servers of a run without GPUs surely fit a host with `total` bytes together."""
+    """Return whether rough upper bounds of all ranks and servers of a run without GPUs fit a host with `total` bytes.
+    """
     model, ranks = AutoConfig.from_pretrained(config.model.path).get_text_config(), config.placement.learner.ranks
     kv_bytes = 8 * model.num_hidden_layers * model.hidden_size * config.max_running_replies * config.longest_tokens
     server = 4 * _num_weights(config.model.path) + kv_bytes + PROCESS_BYTES
@@ -68,10 +71,10 @@ def _num_weights(path: str) -> int:
 
 
 def batch_bytes(config: Config, model: Any) -> int:
-    """Return the GPU memory that only a server's fullest batch takes, given the text part of the model's config.
+    """Return the GPU memory that a server's fullest batch takes. `model` is the text part of the model's config.
 
-    Logits in float32, their softmax, its logarithm and a bfloat16 product: 14 bytes for each reply and word. Or gate,
-    up and their product of a batch of prompts, in bfloat16.
+    It is the larger of two: logits in float32, their softmax, its logarithm and a bfloat16 product, 14 bytes for each
+    reply and word; or gate, up and their product of a batch of prompts, in bfloat16.
     """
     replies = min(config.max_running_replies, _MOST_REPLIES)
     prompts = 6 * _PREFILL_TOKENS * int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
@@ -88,7 +91,7 @@ def host_bytes() -> int:
 def free_room(config: Config, device: torch.device) -> int:
     """Return the bytes on `device` that a rank may use, before it loads its models and after its servers have started.
 
-    Other processes that use much of a GPU are servers: their fullest batch is still to come.
+    If other processes use much of a GPU, they are servers. Then memory is left for their fullest batch.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

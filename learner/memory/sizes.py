@@ -1,6 +1,6 @@
 """Sizes of the learner's networks, their optimizer state and their checkpoints, from the headers of weight files.
 
-No optimizer says how much it keeps: AdamW has two numbers for each weight, SGD none, Adafactor one for each row and
+No optimizer says how much state it has: AdamW has two numbers for each weight, SGD none, Adafactor one for each row and
 column. So the optimizer takes one step with tensors that have shapes but no data.
 """
 
@@ -24,12 +24,12 @@ from learner.memory.room import networks
 from learner.models.network import freeze
 
 MASTER_BYTES = 4
-"""Bytes of a trained weight, in float32; its gradient has as many."""
+"""Bytes of a trained weight in float32. Its gradient has as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of parameters: all of a network's, or those that are trained."""
+    """Numbers of parameters of a network: of all of them, or only of the trained ones."""
 
     all: int
     rest: int  # outside the transformer blocks: embeddings, output head, last norm
@@ -55,12 +55,12 @@ class NetworkSizes:
 
     @property
     def saved(self) -> int:
-        """Bytes of its checkpoint: trained weights in float32, their optimizer state and their average."""
+        """Bytes of the network's checkpoint: trained weights in float32, their optimizer state and their average."""
         return MASTER_BYTES * self.trains.all + self.state + self.average if self.trains.all else 0
 
 
 def networks_of(config: Config) -> list[NetworkSizes]:
-    """Return the networks that the learner holds, the policy first. Only headers of weight files are read.
+    """Return the sizes of the learner's networks, the policy first. Only headers of weight files are read.
 
     Raises:
         ConfigError: a model can't be loaded.
@@ -69,7 +69,7 @@ def networks_of(config: Config) -> list[NetworkSizes]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint of all networks that are trained; ConfigError: a model can't be loaded."""
+    """Return the bytes of a checkpoint of all trained networks. Raises ConfigError if a model can't be loaded."""
     return sum(network.saved for network in networks_of(config))
 
 
@@ -110,7 +110,7 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
 
 
 class _ItemsAreOne(TorchDispatchMode):
-    """Answers `item()` of a tensor without data, as Adafactor asks for, with 1."""
+    """A context in which `item()` of a tensor without data returns 1. Adafactor calls it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
@@ -141,7 +141,7 @@ def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an optimizer's state, and the parts of tensors that hold fewer bits a number."""
+    """Yield the tensors in an optimizer's state. A tensor with fewer bits per number is yielded as its parts."""
     if hasattr(value, "__tensor_flatten__") and not isinstance(value, FakeTensor):
         value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     if isinstance(value, Tensor):

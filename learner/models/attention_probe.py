@@ -1,4 +1,4 @@
-"""Finds out whether a model's attention gets position ids, with which flash attention tells packed rows apart."""
+"""Finds out whether a model's attention gets position ids. Flash attention needs them to separate packed rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from transformers import AttentionInterface, AutoModel
 
 _PROBE = "position_probe"
-"""The name of the attention function in transformers' table that answers."""
+"""The name in transformers' table of the attention function that reports whether it got position ids."""
 
 
 class _AnswerError(Exception):
-    """Ends a pass at its first attention: the layers behind it may need data."""
+    """Ends a forward pass at its first attention, with the answer: later layers may need data."""
 
     def __init__(self, has_positions: bool) -> None:
         self.has_positions = has_positions
 
 
 def attention_gets_positions(config: Any) -> bool:
-    """Whether the layers of the model that `config` describes hand position ids on to their attention.
+    """Return whether the layers of the model of `config` pass position ids to their attention.
 
-    It is asked in a pass without data. A model whose attention can't be replaced in transformers can't be asked, and
-    counts as one without.
+    A forward pass without data finds it out. A model whose attention can't be replaced in transformers counts as one
+    that passes none.
     """
     AttentionInterface.register(_PROBE, _answer)
     try:
@@ -40,8 +40,7 @@ def attention_gets_positions(config: Any) -> bool:
 
 
 def _with_plain_rotations(config: Any) -> Any:
-    """Return a copy of a config, without the kinds of rotary embedding that look at the positions, which have no data.
-    """
+    """Return a copy of a config with the default rotary embedding. Other kinds need the values of the positions."""
     copied = deepcopy(config)
     rotations = getattr(copied, "rope_parameters", None) or {}
     for each in (rotations, *rotations.values()):  # some models have one of each type of layers

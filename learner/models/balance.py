@@ -3,9 +3,9 @@
     L = E * sum_e f_e P_e       f_e: choices of expert e by a token and layer, P_e: mean probability of expert e
 
 f_e has no gradient. It is counted over all tokens of a minibatch on all ranks, at the start of the step. So L is a sum
-over tokens, and does not depend on how the minibatch is split into micro-batches and ranks (unlike the loss of each
-micro-batch alone; arXiv 2501.11873 shows why the larger batch is better). It is of the choices that the routers make by
-themselves now, also where other ones are replayed: those are what it is to balance.
+over tokens, and does not depend on how the minibatch is split into micro-batches and ranks. (A loss of each micro-batch
+alone would; arXiv 2501.11873 shows why the larger batch is better.) L is about the choices that the routers make by
+themselves now, even where recorded choices are replayed, because those are to be balanced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from async_rl.base.models_and_data.experts import Experts
 
 
 class RouterBalance:
-    """Counts and balances the choices of the routers of a model in its last forward pass.
+    """Counts how often routers chose each expert in the model's last forward pass, and computes the balance loss.
 
     Args:
         experts: the routers; None: the model has none.
@@ -56,7 +56,7 @@ class RouterBalance:
         self._logits = output.router_logits
 
     def counts(self, fed: Tensor) -> Tensor:
-        """Return how many tokens and layers have chosen each expert, [E], and last the number of tokens and layers.
+        """Return how often tokens and layers chose each expert, and last the number of tokens times layers. [E + 1]
 
         Args:
             fed: [tokens] bool, False for padding.
@@ -65,16 +65,17 @@ class RouterBalance:
         return torch.cat([torch.as_tensor(chosen), fed.sum()[None] * len(self._logits)])
 
     def loss(self, fed: Tensor, slopes: Tensor) -> Tensor:
-        """Return the part of the loss that the tokens `fed` of the last forward pass add, a scalar with gradient.
+        """Return the share of the loss of the last forward pass's tokens, a scalar with gradient.
 
         Args:
-            slopes: [E] of the minibatch, see balance_slopes.
+            fed: [tokens] bool, False for padding.
+            slopes: [E] of the minibatch, from `balance_slopes`.
         """
         return torch.stack([(_probabilities(logits[fed]) @ slopes).sum() for logits in self._logits]).sum()
 
 
 def balance_slopes(chosen: Tensor, tokens: int) -> Tensor:
-    """Return E * f_e / N, [E]: the sum of slopes_e * p_e over N tokens and layers is the loss.
+    """Return E * f_e / N, [E]. The loss is the sum of slopes_e * p_e over N tokens and layers.
 
     Args:
         chosen: [E] how many tokens and layers have chosen each expert.

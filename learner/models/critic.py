@@ -1,4 +1,4 @@
-"""The value model of algorithm.advantage gae and vtrace."""
+"""The critic: the value model of algorithm.advantage gae and vtrace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learner.packing import ForwardInputs
 
 
 class Critic(Network):
-    """The value model: predicts the return from each response token, by a token classifier with one label.
+    """The value model: predicts the return from each response token. It is a token classifier with one label.
 
     Its layer `score` is the value head.
     """
@@ -28,9 +28,9 @@ class Critic(Network):
 
 
 def open_critic(config: Config, compute_dtype: torch.dtype) -> Critic:
-    """Return the critic of critic.path (empty: model.path). Its weights are float32, and `shard` reads them later.
+    """Return the critic of critic.path (if empty, of model.path) without weights. `shard` reads them later, as float32.
 
-    A folder without a value head gets one of zeros, so that V = 0 at first.
+    If the folder has no value head, the head starts as zeros, so that V = 0 at first.
     """
     path, attention = config.critic.path or config.model.path, config.model.attn_implementation
     classifier = AutoModelForTokenClassification

@@ -23,12 +23,12 @@ from learner.models.policy import open_policy, whole_parameters, write_folder
 def export(source: str | Path, target: Path) -> Path:
     """Write the policy of `source`, a checkpoint or a run with one, to `target`, and return the checkpoint's path.
 
-    Its weights are the moving average if the checkpoint has one (learner.ema_decay), as in run_dir/model. They get the
-    type of the weights in model.path, and adapters are merged into them. Other files are copied from model.path.
+    The weights are the moving average if the checkpoint has one (learner.ema_decay), as in run_dir/model. They have the
+    type of the weights in model.path, and adapters are merged. Other files are copied from model.path.
 
     Raises:
-        ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, the run's config trains
-            fewer weights, or `target` holds something already or can't be written.
+        ConfigError: there is no checkpoint, it is unclear which of a resumed run's checkpoints is the newest, the run's
+            config trains fewer weights, or `target` is not empty or can't be written.
     """
     target = target.resolve()  # "." has no name, which the folder gets once it is complete
     if target.is_file() or (target.is_dir() and any(target.iterdir())):

@@ -27,10 +27,10 @@ _FROZEN = ".base_layer"
 
 
 def add_adapters(lm: Any, config: LoraConfig) -> None:
-    """Freeze a model and put adapters into its linear layers, in place. B is zero, so its outputs stay the same.
+    """Freeze a model and add adapters to its linear layers, in place. B starts as zeros, so the outputs stay the same.
 
     Raises:
-        ConfigError: no layer is linear; or target_modules names no layer, one that isn't linear, or the output head.
+        ConfigError: no layer is linear, or target_modules names no layer, one that isn't linear, or the output head.
     """
     head = lm.get_output_embeddings()
     named = lm.named_modules()
@@ -56,9 +56,9 @@ def _layers(lm: nn.Module) -> list[LoraLayer]:
 
 
 def adapter_starts(lm: nn.Module) -> Iterator[tuple[nn.Module, Callable[[torch.Size], Tensor]]]:
-    """Yield (linear layer, function that makes its first weight from the shape) of each A and B: B begins with zeros.
+    """Yield (linear layer, function from a shape to its first weight) for A and B of each adapter. B starts at 0.
 
-    The values of A are drawn whole, so that they don't depend on how it is sharded.
+    A is drawn as a whole, so that its values don't depend on how it is sharded.
     """
     for layer in _layers(lm):
         yield layer.lora_A[_ADAPTER], lambda shape: nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
@@ -66,13 +66,13 @@ def adapter_starts(lm: nn.Module) -> Iterator[tuple[nn.Module, Callable[[torch.S
 
 
 def dropouts(lm: nn.Module) -> list[nn.Module]:
-    """Return the dropout layers of the model's adapters, which `Policy.forward` switches on in passes with gradient."""
+    """Return the dropout layers of the model's adapters. `Policy.forward` turns them on in passes with gradient."""
     return [d for layer in _layers(lm) for d in layer.lora_dropout.values() if isinstance(d, nn.Dropout)]
 
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
-    """Inside the `with` block the adapters of `lm`, if it has any, have no effect on its outputs."""
+    """Return a context in which the adapters of `lm`, if it has any, have no effect."""
     layers = _layers(lm)
     scaling = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
@@ -85,10 +85,10 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
 
 
 def merged_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers' name, whole tensor) of each parameter, with W + alpha / rank * B A instead of an adapted W.
+    """Yield (name in transformers, whole tensor) of each parameter, with adapters merged: W + alpha / rank * B A.
 
-    Collective: all ranks gather one layer at a time. Tied parameters come once, under their first name. An adapted W is
-    summed in the type that it is kept in; all others are converted to `dtype` before they are gathered.
+    Collective: all ranks gather one layer at a time. Tied parameters are yielded once, under their first name. A merged
+    W is summed in the type of W; all others are converted to `dtype` before they are gathered.
     """
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
@@ -104,23 +104,26 @@ def merged_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iter
 
 
 class AdapterParcels:
-    """Pushes adapters alone (weight_sync.lora adapter), as parcels. Servers make of them the weights of
-    `merged_parameters`, by the names of model folders.
+    """Makes the parcels of a push that sends only adapters (weight_sync.lora adapter).
+
+    Servers merge them, so that they have the weights of `merged_parameters`, by the names of model folders.
 
     Raises:
-        ConfigError: the model folder has an adapted weight in another form than the model.
+        ConfigError: an adapted weight has another form in the model folder than in the model.
     """
 
     def __init__(self, lm: Any, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._base_sums: dict[str, int] = {}
-        """Checksums of the frozen weights under the adapters, which servers compare; {} before the first push."""
+        """[name of a layer] checksum of the frozen weight under its adapter, which servers compare. {} before the first
+        push.
+        """
         shapes = {
             name.replace(_FROZEN, ""): torch.empty(parameter.shape, device="meta")
             for name, parameter in lm.named_parameters() if ".lora_" not in name
         }
         self._adapted: dict[str, tuple[str, LoraLayer]] = {}
-        """(name of the weight in the model folder, its layer) by the layer's name."""
+        """[name of a layer] (name of its weight in the model folder, the layer)."""
         for name, module in lm.named_modules():
             if isinstance(module, LoraLayer):
                 weight = f"{name}.weight"
@@ -135,7 +138,9 @@ class AdapterParcels:
         self._frozen = [name for name, _ in to_checkpoint(lm, shapes.items()) if name not in adapted]
 
     def parcels(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parcel) of every weight. Collective: adapters are gathered, the first time what is under them.
+        """Yield (name, parcel) of every weight. Collective.
+
+        All ranks gather the adapters, and in the first push also the frozen weights under them.
         """
         for name in self._frozen:
             yield name + SUFFIX, base_parcel(self._dtype)

@@ -1,7 +1,7 @@
-"""Loads networks, freezes weights, and computes last hidden states; the critic.
+"""Loads networks, freezes weights, and computes last hidden states; the base of policy, critic and reward model.
 
     open_model     the model with meta tensors: names, shapes and types, but no weights
-    shard          learner/models/policy.py; FSDP2 splits meta tensors as it does others
+    shard          learner/models/policy.py; FSDP2 splits meta tensors like any others
     read_weights   allocates this rank's shards, and fills them from the files tensor by tensor
 
 A rank reads only the parts of weight files that it keeps. It needs at most the memory of its shards and of one tensor.
@@ -36,12 +36,12 @@ _SHOWN = 5
 
 
 def freeze(lm: Any, patterns: Sequence[str]) -> None:
-    """Keep the weights of a model that fit a pattern, such as `model.layers.0.*`, from being trained.
+    """Freeze the weights of a model whose names match a pattern, such as `model.layers.0.*`: they are not trained.
 
-    Tied weights have one name, the embeddings'.
+    Tied weights have only the name of the embeddings.
 
     Raises:
-        ConfigError: no weight fits a pattern, or no weight is left to train.
+        ConfigError: no weight matches a pattern, or no weight is left to train.
     """
     weights = dict(lm.named_parameters())
     for pattern in patterns:
@@ -56,13 +56,15 @@ def freeze(lm: Any, patterns: Sequence[str]) -> None:
 
 
 Start = Callable[[torch.Size], Tensor]
-"""Makes the first value, whole and in CPU memory, of a weight that no file holds, from its shape."""
+"""A function that returns the initial value of a weight that is in no file, from the weight's shape: the whole tensor
+in CPU memory.
+"""
 
 
 def open_model(model_class: Any, path: str, dtype: torch.dtype, **settings: Any) -> Any:
-    """Return the Hugging Face model in the folder `path` with meta tensors for weights; `read_weights` reads these.
+    """Return the Hugging Face model in the folder `path` without weights: they are meta tensors until `read_weights`.
 
-    What no file holds, such as the frequencies of rotary embeddings, is computed.
+    Buffers that are in no file, such as the frequencies of rotary embeddings, are computed here.
 
     Args:
         model_class: one of transformers' auto classes, whose `from_pretrained` gets the `settings`.
@@ -84,7 +86,11 @@ def open_model(model_class: Any, path: str, dtype: torch.dtype, **settings: Any)
 
 
 class StoredWeights:
-    """The weights of a model that is still without them: the files that hold them, and the start of all others."""
+    """For `read_weights`: in which file each weight of a model is, and how the others are initialised.
+
+    Args:
+        missing: names of the weights that no file has.
+    """
 
     def __init__(self, lm: Any, path: str, missing: Sequence[str]) -> None:
         self.path = path
@@ -102,14 +108,14 @@ class StoredWeights:
         self._starts: list[tuple[nn.Module, str, Start]] = []
 
     def start(self, module: nn.Module, start: Start) -> None:
-        """Have those weights of `module` that no file holds begin with the result of `start`."""
+        """Initialise the weights of `module` that are in no file with the result of `start`."""
         self._starts += [(module, name, start) for name, _ in module.named_parameters(recurse=False)]
 
     def fill(self, lm: Any) -> None:
-        """Fill the weights of `lm`; this rank may have only shards of them.
+        """Read the weights of `lm` from the files. If `lm` is sharded, read only this rank's shards.
 
         Raises:
-            ConfigError: the files lack weights for which there is no start, or torch can't tell this rank's rows.
+            ConfigError: the files lack weights that nothing initialises, or torch can't tell this rank's rows.
         """
         started = {module for module, _, _ in self._starts}
         if lacking := [name for name in self._missing if self._owner_of[name][0] not in started]:
@@ -126,9 +132,10 @@ class StoredWeights:
                 _fill(getattr(owner, attribute), read)
 
     def _readers(self, lm: Any, source: Source) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
-        """Yield (name, function that returns a range of rows) of each weight that is made of the tensors of a source.
+        """Yield (name, function that returns a range of rows) of each weight made from the tensors of `source`.
 
-        The files are open until the next one is asked for, so that their pages do not add up to the whole model.
+        The files stay open only until the next weight is asked for, so that their pages do not add up to the whole
+        model.
         """
         with ExitStack() as stack:
             opened = {
@@ -146,7 +153,10 @@ class StoredWeights:
 
 
 def read_weights(module: nn.Module, lm: Any, device: torch.device | str) -> None:
-    """Allocate on `device` what this rank keeps of the weights of `lm`, part of `module`, and read it from the files.
+    """Allocate this rank's part of the weights of `lm` on `device`, and read it from the model's files.
+
+    Args:
+        module: the module that contains `lm`, or `lm` itself.
 
     Raises:
         ConfigError: the files lack weights, one of this rank's is NaN or infinite, or nothing has computed a buffer.
@@ -168,7 +178,7 @@ def read_weights(module: nn.Module, lm: Any, device: torch.device | str) -> None
 
 
 def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
-    """Copy the rows that this rank has of a weight into it; `read` returns them."""
+    """Fill this rank's rows of a weight; `read` returns a range of rows."""
     if not isinstance(weight, DTensor):
         weight.copy_(read(slice(None)))
         return
@@ -198,12 +208,12 @@ def gathered(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def has_adapters(lm: nn.Module) -> bool:
-    """Whether the model has LoRA adapters, see lora.py."""
+    """Return whether the model has LoRA adapters (lora.py)."""
     return any(".lora_" in name for name, _ in lm.named_parameters())
 
 
 MASKED = ("sdpa", "eager")
-"""The attention of transformers that takes a mask of numbers."""
+"""The attention implementations of transformers that take a mask of numbers."""
 
 
 class Network(nn.Module):
@@ -214,14 +224,16 @@ class Network(nn.Module):
         self.lm = lm
         self.compute_dtype = compute_dtype
         self.sequence: DeviceMesh | None = None
-        """The ranks that hold slices of the same rows; None: this rank holds whole rows. `shard` sets it."""
+        """The ranks that have slices of the same rows; None: this rank has whole rows. `shard` sets it."""
         self.routing: Routing | None = None
-        """The routers, whose choices the `routing` of a pass replaces; None: they choose by themselves."""
+        """Makes the routers use the recorded experts of `inputs.routing` in a forward pass; None: routers always
+        choose.
+        """
 
     def hidden_states(self, inputs: PackedTokens) -> Tensor:
         """Return the last hidden states that predict the N response tokens, [N, hidden].
 
-        With `sequence` they belong to the tokens that `owners` gives to this rank.
+        With `sequence` only the m states that `owners` assigns to this rank, [m, hidden].
         """
         if self.routing is None or inputs.routing is None:
             return self._hidden_states(inputs)
@@ -229,7 +241,11 @@ class Network(nn.Module):
             return self._hidden_states(inputs)
 
     def own_tokens(self, values: Tensor, padding: int) -> Tensor:
-        """Return the part of values [B, S, ...] that belongs to the tokens which this rank computes, [tokens, ...]."""
+        """Return the values of the tokens that this rank computes. [B, S, ...] of all tokens -> [tokens, ...]
+
+        Args:
+            padding: the value of padding in the last rank's slice.
+        """
         if self.sequence is not None:
             from learner.models.sequence import own_slice
 

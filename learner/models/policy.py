@@ -1,4 +1,4 @@
-"""Opens the policy, a Hugging Face causal LM; shards with FSDP2, scores tokens, saves a folder."""
+"""The policy, a Hugging Face causal LM: opens it, shards it with FSDP2, scores tokens and saves it as a folder."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ SHARD_BYTES = 4 * 2**30
 
 
 class Policy(Network):
-    """Computes logprobs and entropies of response tokens under a Hugging Face causal LM: the policy or the reference.
-    """
+    """A Hugging Face causal LM, the policy or the reference. Computes logprobs and entropies of response tokens."""
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__(lm, compute_dtype)
@@ -45,11 +44,11 @@ class Policy(Network):
 
             self._dropouts = dropouts(lm)
         self.forbidden: tuple[int, ...] = ()
-        """Tokens that the engine does not sample, and that the distributions leave out."""
+        """Ids of tokens that the engine never samples. The distributions leave them out."""
 
     @contextmanager
     def over_all_tokens(self) -> Iterator[None]:
-        """Inside the `with` block no token is forbidden."""
+        """Return a context in which no token is forbidden."""
         forbidden, self.forbidden = self.forbidden, ()
         try:
             yield
@@ -57,12 +56,12 @@ class Policy(Network):
             self.forbidden = forbidden
 
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, ...]:
-        """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
+        """Return (logprobs [N], entropies [N]) of the N response tokens at their sampling temperature, float32.
 
-        Both are over the ids that each token was drawn from, where these are recorded; then `score_supports` describes
-        two more values, of which ranks that split the head have only the masses.
+        If `inputs.supports` has the ids that each token was drawn from, both are over these ids, and two more tensors
+        follow: `masses` and `of_ids` of `score_supports`. Ranks that split the head return only `masses`.
 
-        Adapters have dropout only in a pass whose gradient is recorded.
+        Dropout in adapters is on only if gradients are recorded.
         """
         for dropout in self._dropouts:
             dropout.train(torch.is_grad_enabled())
@@ -82,9 +81,9 @@ class Policy(Network):
 
 
 def open_policy(config: ModelConfig, compute_dtype: torch.dtype) -> Policy:
-    """Return the model of the folder model.path, with adapters if model.lora.rank is set, but without its weights.
+    """Return the policy of the folder model.path without its weights, with adapters if model.lora.rank is set.
 
-    `shard` or `read_weights` reads them. They are float32.
+    `shard` or `read_weights` reads the weights, as float32.
 
     Raises:
         ConfigError: the learner does not support the model, or model.frozen fits no weight.
@@ -105,16 +104,16 @@ def open_policy(config: ModelConfig, compute_dtype: torch.dtype) -> Policy:
 def shard(
     network: Network, ranks: Ranks, config: LearnerConfig, offload: bool = False, checkpoints: bool = False
 ) -> None:
-    """Shard a network in place with FSDP2: one unit for each transformer block, one for the rest.
+    """Shard a network in place with FSDP2: one unit for each transformer block, one for the rest. Collective.
 
-    With sequence parallelism embeddings and head are units of their own, split over the ranks of a sequence group.
+    With sequence parallelism, embeddings and head are units of their own, split over the ranks of a sequence group.
 
-    If `lm` is from `open_model`, each rank then reads its shards of the weights from the model folder. Collective.
-    Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered, and
-    gradients are reduced in float32. Blocks cast their inputs too; the temperatures of other units stay float32.
+    If `lm` is from `open_model`, each rank then reads its shards of the weights from the model folder. Parameters and
+    optimizer state keep their type. With another compute type each unit is cast when it is gathered, and gradients are
+    reduced in float32. Blocks cast their inputs too; the temperatures of other units stay float32.
 
     Args:
-        offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
+        offload: keep the shards in CPU memory, and copy them to the device when they are gathered.
         checkpoints: compute each block's activations again in the backward pass, to save memory.
 
     Raises:
@@ -152,7 +151,7 @@ def shard(
 
 
 def layout_of(lms: Sequence[Any]) -> Layout:
-    """Return the Layout of rows that the attention of every one of these models can compute."""
+    """Return the kinds of packs that the attention of all these models can compute."""
     names = {kernel_of(lm) for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
@@ -167,7 +166,7 @@ def layout_of(lms: Sequence[Any]) -> Layout:
 
 
 def _get_positions(configs: Sequence[Any]) -> bool:
-    """Whether the attention of each of these models gets position ids."""
+    """Return whether the attention of each of these models gets position ids."""
     if not configs:
         return True
     from learner.models.attention_probe import attention_gets_positions
@@ -176,21 +175,21 @@ def _get_positions(configs: Sequence[Any]) -> bool:
 
 
 def _reads_positions(config: Any) -> bool:
-    """Whether a model takes position ids. One with ALiBi counts the tokens of the pack instead, and needs no limit."""
+    """Return whether a model takes position ids. A model with ALiBi does not: it counts the tokens of the pack."""
     return not getattr(config, "alibi", False) and getattr(config, "max_position_embeddings", None) is not None
 
 
 def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of all weights as model folders have them, adapters merged. Collective."""
+    """Yield (name, whole tensor) of all weights, named as in model folders, with adapters merged. Collective."""
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
     return to_checkpoint(policy.lm, whole_parameters(policy.lm, dtype))
 
 
 def whole_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers' name, whole tensor) of each parameter in `dtype`, adapters merged. Collective.
+    """Yield (name in transformers, whole tensor) of each parameter in `dtype`, with adapters merged. Collective.
 
-    Tied parameters come once, under their first name.
+    Tied parameters are yielded once, under their first name.
     """
     if has_adapters(lm):
         from learner.models.lora import merged_parameters
@@ -201,23 +200,29 @@ def whole_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Itera
 
 
 def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:
-    """Return the folders to save the policy in after the step that made `version`."""
+    """Return the folders in which the policy of `version` has to be saved now: [] if none is due.
+
+    With `is_last` run_dir/model is one of them.
+    """
     every_steps = config.checkpoint.models_every_steps
     due = [model_folder(config.run_dir, version)] if every_steps and version % every_steps == 0 else []
     return [*due, config.run_dir / "model"] if is_last else due
 
 
 def adapter_parcels(policy: Policy, parcels: AdapterParcels) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parcel) of all weights, see AdapterParcels. Collective."""
+    """Yield (name, parcel) of all weights, for a push of adapters only (AdapterParcels). Collective."""
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # as in full_parameters
     return parcels.parcels()
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
-    """Save the policy as the Hugging Face folder `target`; all ranks gather the weights, one with `is_writer` writes.
+    """Save the policy as the Hugging Face folder `target`. Collective.
 
-    `source` is the folder that the policy was loaded from.
+    All ranks gather the weights, and the rank with `is_writer` writes them.
+
+    Args:
+        source: the folder that the policy was loaded from.
     """
     weights = full_parameters(policy, _stored_dtype(source))
     try:
@@ -231,7 +236,8 @@ def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> 
 def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
     """Write a Hugging Face folder: the tensors, in the number type of `source`, and copies of its other files.
 
-    `target` appears only when it is complete. The files MARKERS are left out, so no command overwrites the folder.
+    `target` appears only when it is complete. The files MARKERS are not copied, because a command may overwrite a
+    folder that has them.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

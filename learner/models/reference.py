@@ -1,4 +1,4 @@
-"""The frozen model of a KL penalty."""
+"""The reference: the frozen model of a KL penalty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learner.packing import ForwardInputs
 class Reference:
     """Computes the logprobs of rows under the frozen model of reference.path or, if that is empty, of model.path.
 
-    It is sharded like the policy, and with reference.offload in CPU memory between uses. With LoRA and no
+    The model is sharded like the policy, and with reference.offload in CPU memory between uses. With LoRA and no
     reference.path it is the policy without its adapters, which costs no memory.
 
     Raises:
@@ -51,9 +51,9 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, inputs: ForwardInputs) -> Tensor:
-        """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective.
+        """Return the logprobs of the N response tokens at their sampling temperature, [N] float32. Collective.
 
-        Its routers choose by themselves: what the engine chose belongs to the policy.
+        The reference's routers choose by themselves: recorded routing belongs to the policy.
         """
         inputs = replace(inputs, routing=None)
         if not has_adapters(self.lm):

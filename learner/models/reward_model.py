@@ -30,24 +30,26 @@ OFFSET = "reward_offset"
 
 @dataclass(frozen=True, slots=True)
 class RewardRow:
-    """The row of a prompt and an answer, as a reward model reads it."""
+    """A prompt with an answer, as tokens that a reward model reads."""
 
     tokens: Sequence[int]
     segments: Sequence[int] = ()
-    """The token_type_ids of a pair of texts, which tell the tokens of the second text; (): all are 0."""
+    """For a pair of texts the tokenizer's token_type_ids, 1 for tokens of the second text; (): all are 0."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 class RewardRows:
-    """Makes the rows of tokens that a reward model reads, in training and in use.
+    """Makes the rows of tokens that a reward model reads, both in training and in use.
 
-    A model with the policy's vocabulary, or without a tokenizer, reads the policy's tokens: the prompt and the answer,
-    which ends with its eos token. Any other model reads text, tokenized by its own tokenizer: the messages of the
-    prompt and the answer in its chat template. If it has no template, it reads a pair of texts, the contents of the
-    messages, one per line, and the answer, with the tokenizer's token_type_ids. If its template takes no system
-    message, that message comes first in the user's first one, before a blank line.
+    A model with the policy's vocabulary, or without a tokenizer, reads the policy's tokens: the prompt and the answer
+    with its eos token. Any other model reads text, tokenized by its own tokenizer:
+
+        with a chat template   the prompt's messages and the answer in that template. If it takes no system message,
+                               that message is put before the user's first message, with a blank line between
+        without one            a pair of texts: the contents of the prompt's messages, one per line, and the answer,
+                               with the tokenizer's token_type_ids
     """
 
     def __init__(self, policy_path: str, reward_path: str) -> None:
@@ -77,14 +79,15 @@ class RewardRows:
         return RewardRow(pair["input_ids"], segments if any(segments) else ())
 
     def _in_own_form(self, messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
-        """Return the messages in a form that the model's chat template shows completely."""
+        """Return the messages, with a system message merged into the next one if the model's chat template takes none.
+        """
         if messages[0]["role"] != "system" or self._takes_system:
             return messages
         return [{"role": "user", "content": "\n\n".join(each["content"] for each in messages[:2])}, *messages[2:]]
 
     @cached_property
     def _takes_system(self) -> bool:
-        """Whether the model's template shows a system message."""
+        """Whether the model's chat template shows a system message."""
         said = [{"role": role, "content": f"<{role}>"} for role in ("system", "user", "assistant")]
         try:
             return "<system>" in self._rendered(said, tokenize=False)
@@ -98,13 +101,13 @@ class RewardRows:
 
 
 class RewardModel:
-    """Scores each prompt with its answer. It is frozen and sharded over the learner's ranks.
+    """Scores each prompt with its answer. The model is frozen and sharded over the learner's ranks.
 
     With learner.sequence_parallel the rows of a decoder are split like the policy's. Other models, whose attention
-    looks both ways, get whole rows, and each rank scores rows of its own.
+    looks both ways, get whole rows, and each rank scores different rows.
 
-    RewardRows says which tokens it reads. `reward_offset` in its config.json, if there is one, is subtracted from all
-    rewards.
+    RewardRows makes the tokens that the model reads. If its config.json has `reward_offset`, that is subtracted from
+    all rewards.
 
     Raises:
         ConfigError: the model has more than one output, or another vocabulary in a run whose answers call tools.
@@ -137,10 +140,9 @@ class RewardModel:
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the model's rewards instead of the worker's, the same on all ranks. Collective.
 
-        With reward_model.task_weight w they are the model's plus w times the worker's, and the model's alone has the
-        name reward_model in each row. Each row is a whole episode: one with tools has one row, and the model's reward
-        goes to its last turn. An episode that ran out of time keeps the worker's reward, 0, unless task.on_timeout is
-        partial.
+        With reward_model.task_weight w a reward is the model's plus w times the worker's, and each row also records the
+        model's alone, as `reward_model`. Each row must be a whole episode; the model's reward goes to the last turn. An
+        episode that ran out of time keeps the worker's reward, 0, unless task.on_timeout is partial.
 
         Raises:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions, or a reward is NaN or
@@ -177,7 +179,7 @@ class RewardModel:
 
     @torch.no_grad()
     def _score_rows(self, rows: Sequence[RewardRow]) -> Tensor:
-        """Return the scores [k] of k rows, on the CPU. Each rank scores a share. Collective."""
+        """Return the scores [k] of k rows, in CPU memory. Each rank scores a share of the rows. Collective."""
         longest = max(map(len, rows))
         if self._max_positions and longest > self._max_positions:
             raise AsyncRLError(
@@ -197,7 +199,7 @@ class RewardModel:
 
 
 def padded_rows(rows: Sequence[RewardRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (tokens, mask, segments) for a Scorer, [B, S] int64 each, padded on the right; no segments if all are 0.
+    """Return (tokens, mask, segments) for a Scorer, [B, S] int64 each, padded on the right; segments None if all are 0.
     """
     def padded(lines: Iterable[Sequence[int]]) -> Tensor:
         return pad_sequence([torch.tensor(line, device=device) for line in lines], batch_first=True)
@@ -207,19 +209,19 @@ def padded_rows(rows: Sequence[RewardRow], device: torch.device) -> tuple[Tensor
 
 
 class Scorer(Network):
-    """Computes the output of a sequence classifier for rows of tokens, in training and in use."""
+    """A sequence classifier with one output. Scores rows of tokens, both in training and in use."""
 
     @property
     def reads_last_token(self) -> bool:
-        """Whether the model is a decoder, whose hidden state of the last token has seen the whole row."""
+        """Whether the model is a decoder. Then the hidden state of the last token has seen the whole row."""
         return hasattr(self.lm, "score")
 
     def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Return the scores [B] float32 of the rows of `padded_rows`.
+        """Return the scores [B] float32 of rows from `padded_rows`.
 
-        Segments are given to encoders that have embeddings of them, such as BERT, and to no other model.
-        Decoders are read at their last token, whatever its id. transformers would skip a last token that has the id of
-        the padding, which the end of an answer often has.
+        Only encoders with segment embeddings, such as BERT, get the segments. A decoder is read at the last token,
+        whatever its id: transformers would skip a last token with the id of the padding, which the end of an answer
+        often has.
         """
         if not self.reads_last_token:
             has_segments = segments is not None and getattr(self.lm.config, "type_vocab_size", 0) > 1

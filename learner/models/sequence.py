@@ -1,4 +1,4 @@
-"""Sequence parallelism: the n ranks of a group hold a slice of s = S / n tokens of every row, and attention exchanges.
+"""Sequence parallelism: the n ranks of a group have a slice of s = S / n tokens of every row. Attention exchanges data:
 
     heads     all-to-all from [heads, s] to [heads / n, S] and back, so that each rank computes some heads of whole
               rows (DeepSpeed-Ulysses, arXiv 2309.14509); key and value heads are repeated where they are too few
@@ -42,23 +42,23 @@ from learner.packing import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAttention:
-    """The facts from which each layer computes the attention of whole rows; one object serves all layers of a pass."""
+    """What a layer needs to compute attention over whole rows. One object serves all layers of a forward pass."""
 
     ranks: DeviceMesh
     swaps_heads: bool
     mask: Tensor | BlockMask | None
     keys: slice
-    """The tokens whose keys are needed."""
+    """The range of tokens whose keys are needed."""
     lengths: dict[str, Any]
     """The lengths of the documents, for kernels that take no mask."""
 
 
 def check_splittable(lm: Any, key: str, path: str) -> None:
-    """Check that each layer of the model in `path`, the value of `key`, can be computed with split rows.
+    """Check that sequence parallelism supports the model in `path`, the value of the setting `key`.
 
     Raises:
-        ConfigError: layers read other tokens than by causal attention over the whole row, or by code of their own; or
-            the embeddings are not a plain table.
+        ConfigError: a layer is not full causal attention (windows, recurrence), its attention can't be replaced, or the
+            embeddings are not a plain table.
     """
     keys = {name: value for name, value in lm.config.to_dict().items() if value}
     kinds = set(keys.get("layer_types") or ()) - {"full_attention"}
@@ -80,15 +80,14 @@ def check_splittable(lm: Any, key: str, path: str) -> None:
 
 
 def split_attention(lm: Any) -> None:
-    """Replace the attention of the model, in place, by one that expects slices of rows."""
+    """Replace the attention of the model, in place, by one that takes slices of rows."""
     kernel = kernel_of(lm)
     AttentionInterface.register(SPLIT_PREFIX + kernel, partial(_attention, kernel))
     lm.config._attn_implementation = SPLIT_PREFIX + kernel
 
 
 def split_states(lm: Any, inputs: PackedTokens, dtype: torch.dtype, ranks: DeviceMesh) -> Tensor:
-    """Return the last hidden states that predict those m response tokens that `owners` gives to this rank, [m, hidden].
-    """
+    """Return this rank's m last hidden states, those that `owners` assigns to it, [m, hidden]. Collective."""
     rows, width = inputs.tokens.shape
     size = -(-width // ranks.size())
     first = ranks.get_local_rank() * size
@@ -108,7 +107,8 @@ def split_states(lm: Any, inputs: PackedTokens, dtype: torch.dtype, ranks: Devic
 
 
 def own_slice(values: Tensor, padding: int, ranks: DeviceMesh) -> Tensor:
-    """Return this rank's slice of values [B, S, ...] of all tokens, [B, s, ...]; the last rank's may be padded."""
+    """Return this rank's slice of the values of all tokens. [B, S, ...] -> [B, s, ...]; the last rank's may be padded.
+    """
     size = -(-values.shape[1] // ranks.size())
     own = values[:, ranks.get_local_rank() * size :][:, :size]
     missing = values.new_full((values.shape[0], size - own.shape[1], *values.shape[2:]), padding)
@@ -116,17 +116,17 @@ def own_slice(values: Tensor, padding: int, ranks: DeviceMesh) -> Tensor:
 
 
 def owners(inputs: PackedTokens, ranks: DeviceMesh) -> Tensor:
-    """Return the rank of the group that computes the hidden state which predicts each response token, [N]."""
+    """Return for each response token the rank of the group that computes the hidden state predicting it, [N]."""
     width = inputs.tokens.shape[1]
     return inputs.where % width // -(-width // ranks.size())
 
 
 def gather_tokens(own: Tensor, of: Tensor, ranks: DeviceMesh) -> Tensor:
-    """Return the values of all N response tokens on every rank of the group, [N], with gradient.
+    """Return the values of all N response tokens on every rank of the group, [N], with gradient. Collective.
 
     Args:
         own: [m] values of this rank's tokens.
-        of: [N] `owners`.
+        of: [N] the result of `owners`.
     """
     values: Tensor = _GatherTokens.apply(own, of == ranks.get_local_rank(), ranks)
     return values
@@ -151,7 +151,13 @@ class _GatherTokens(torch.autograd.Function):
 def _describe(
     lm: Any, positions: Tensor, segments: Tensor | None, own: slice, dtype: torch.dtype, ranks: DeviceMesh
 ) -> SplitAttention:
-    """Return what attention needs for rows with these `positions` [B, S] and `segments` [2, B, S], None: all causal."""
+    """Return what attention needs for these rows.
+
+    Args:
+        positions: [B, S] position of each token in its row.
+        segments: [2, B, S] as in PackedTokens; None: all packs are plain causal.
+        own: this rank's tokens.
+    """
     kernel, config = kernel_of(lm), lm.config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -173,16 +179,17 @@ def _describe(
 
 
 def head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return how often each key and value head is repeated so that `ranks` ranks get equal shares; 0: they can't."""
+    """Return how often to repeat each key and value head so that all ranks get equally many; 0 if that is impossible.
+    """
     repeats = ranks // math.gcd(kv_heads, ranks)
     return repeats if heads % ranks == 0 and heads // kv_heads % repeats == 0 else 0
 
 
 def document_lengths(positions: Tensor, first: int, last: int) -> tuple[dict[str, Any], slice]:
-    """Return the lengths of documents that flash attention needs for the queries first..last - 1, and their keys.
+    """Return (document lengths that flash attention needs for the queries first..last - 1, range of their keys).
 
-    A document begins where positions [B, S] are 0. Queries see the keys from the begin of their document on, up to
-    themselves. With queries of a part of the tokens B must be 1.
+    A document begins where positions [B, S] are 0. Queries see the keys from the start of their document up to
+    themselves. If the queries are only part of the tokens, B must be 1.
     """
     starts = (positions.flatten() == 0).nonzero()[:, 0]
     ends = torch.cat([starts[1:], starts.new_tensor([positions.numel()])])
@@ -204,9 +211,9 @@ def _attention(
     kernel: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
     scaling: float | None = None, split_attention: SplitAttention | None = None, **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of this rank's slice: query [B, H, s, D], key and value [B, K, s, D] -> [B, s, H, D].
+    """Compute attention for this rank's slice: query [B, H, s, D], key and value [B, K, s, D] -> [B, s, H, D].
 
-    transformers calls it instead of the kernel.
+    Collective. transformers calls this instead of the kernel.
     """
     if split_attention is None:
         raise AsyncRLError(
@@ -253,27 +260,27 @@ def _attend(
 
 
 def _swap_to_heads(x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """[B, heads, s, D] of this rank's tokens -> [B, heads / n, S, D] of this rank's heads."""
+    """Exchange all heads of own tokens for all tokens of own heads. [B, heads, s, D] -> [B, heads / n, S, D]"""
     pieces = x.unflatten(1, (ranks.size(), -1)).transpose(0, 1)  # [n, B, heads / n, s, D]
     received: Tensor = _Exchange.apply(pieces, ranks)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _swap_to_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """[B, S, heads / n, D] of this rank's heads -> [B, s, heads, D] of this rank's tokens."""
+    """Exchange all tokens of own heads for all heads of own tokens. [B, S, heads / n, D] -> [B, s, heads, D]"""
     pieces = x.unflatten(1, (ranks.size(), -1)).transpose(0, 1)  # [n, B, s, heads / n, D]
     received: Tensor = _Exchange.apply(pieces, ranks)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _gather_keys(x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """[B, K, s, D] of this rank's tokens -> [B, K, S, D] of all."""
+    """Gather the keys or values of all tokens of a row. [B, K, s, D] of this rank's tokens -> [B, K, S, D]"""
     gathered: Tensor = _Gather.apply(x, ranks)  # [n, B, K, s, D]
     return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends piece i of [n, ...] to rank i, and returns the pieces that the ranks have sent. Its own transpose."""
+    """Sends piece i of [n, ...] to rank i, and returns the pieces received from all ranks. It is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Tensor, ranks: DeviceMesh) -> Tensor:
@@ -288,7 +295,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Returns the tensors of all ranks, [n, ...]. The gradient is added up over the ranks."""
+    """Returns the tensors of all ranks, [n, ...]. The gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: DeviceMesh) -> Tensor:

@@ -1,10 +1,10 @@
 """Head and embeddings split by rows over the n ranks of a sequence group, so that no rank ever gathers them whole.
 
-Each rank has V / n rows. FSDP2 shards these over the other ranks that have the same, and gathers and averages them
-there; so gradients here belong to one share of the batch, while gradients of hidden states are n times as large, see
+Each rank has V / n rows. FSDP2 shards these over the other ranks that have the same rows, and gathers and averages
+there. So gradients here belong to one share of the batch, while gradients of hidden states are n times as large; see
 sequence.py.
 
-    embeddings   for each rank of the group in turn: all ranks look up its tokens, and the sum goes to it
+    embeddings   for each rank of the group in turn: all ranks look up its tokens, and the sum is sent to it
     scores       for each rank of the group in turn, in chunks: it sends its hidden states, all ranks compute logits of
                  their rows of the head, and maximum and sums of exponentials are added up over the group
 
@@ -45,8 +45,8 @@ from learner.models.token_scores import (
 def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
     """Split embeddings and head, if there is one, in place. Returns the modules of each unit for FSDP2 to shard.
 
-    The embeddings then expect this rank's slice of tokens, and the head is called as `_split_scores` is, without its
-    first argument. Parameters keep their names; they are DTensors with the shape of the whole.
+    Afterwards the embeddings take this rank's slice of tokens, and the head takes the arguments of `_split_scores` from
+    `states` on. Parameters keep their names; they are DTensors with the shape of the whole.
     """
     embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     is_tied = head is not None and head.weight is embeddings.weight
@@ -60,15 +60,16 @@ def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
 
 
 def check_vocabulary(rows: int, ranks: int, slices: int, copies: int = 1) -> None:
-    """Check that torch finds the rows of head and embeddings where FSDP2 lays them, on every rank, as checkpoints need.
+    """Check that torch's checkpoints find the rows of head and embeddings where FSDP2 puts them, on every rank.
 
     Args:
         rows: the number of rows of the whole head.
-        slices: the ranks over which a row of tokens is split.
+        ranks: the number of learner ranks.
+        slices: the number of ranks over which a row of tokens is split.
         copies: how many groups of ranks have all weights, as with learner.sharding hybrid.
 
     Raises:
-        ConfigError: on some rank it takes another number of rows for its own.
+        ConfigError: for some rank torch computes another number of rows.
     """
     shards = ranks // copies // slices
     placements = [_StridedShard(0, split_factor=slices), Shard(0)]
@@ -82,7 +83,7 @@ def check_vocabulary(rows: int, ranks: int, slices: int, copies: int = 1) -> Non
 
 
 def unfit_vocabulary(rows: int, ranks: int, own: int, found: int) -> ConfigError:
-    """Return the error for a head of `rows` rows if a rank has `own` rows and torch takes it for `found`."""
+    """Return the error for a head of `rows` rows, if a rank has `own` rows where torch's checkpoints expect `found`."""
     return ConfigError(
         f"learner.sequence_parallel must be 1 with {rows} rows of embeddings on {ranks} learner ranks: torch's "
         f"checkpoints would take the {own} rows of a rank for {found}. Or take another number of ranks, or a model "
@@ -91,7 +92,8 @@ def unfit_vocabulary(rows: int, ranks: int, own: int, found: int) -> ConfigError
 
 
 def _chunk(size: int, chunks: int, index: int) -> int:
-    """Return the size of a chunk that torch.chunk makes of `size` rows; 0 for those that it does not make."""
+    """Return the size of chunk number `index` of torch.chunk over `size` rows; 0 for a chunk that torch does not make.
+    """
     largest = -(-size // chunks)
     return max(0, min(largest, size - index * largest))
 
@@ -115,11 +117,12 @@ def _split_scores(
     module: Any, ranks: DeviceMesh, states: Tensor, targets: Tensor, temperature: Tensor, owners: Tensor,
     supports: TokenSupports | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return on every rank what `score_tokens` returns for all N tokens; with `supports` also the `masses` of
-    `score_supports`.
+    """Return on every rank the logprobs and entropies of all N tokens, as `score_tokens` does. Collective.
+
+    With `supports` they are over each token's support, and the `masses` of `score_supports` follow.
 
     Args:
-        states: [m, hidden] of the m tokens that `owners` [N] gives to this rank.
+        states: [m, hidden] of the m tokens that `owners` [N] assigns to this rank.
         targets, temperature: [N] of all tokens.
         supports: of all tokens.
     """
@@ -143,7 +146,7 @@ def _first_row(weight: Tensor, ranks: DeviceMesh) -> int:
 
 
 def _chunks(owners: Tensor, size: int, ranks: DeviceMesh) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield (owner, indices of the chunk's tokens among all N, slice of them among the owner's tokens)."""
+    """Yield for each chunk (owner, indices of its tokens among all N, slice of its tokens among those of the owner)."""
     for owner in range(ranks.size()):
         indices = (owners == owner).nonzero()[:, 0]
         for start in range(0, len(indices), size):
@@ -191,7 +194,9 @@ class _SplitScores(torch.autograd.Function):
         ctx: Any, states: Tensor, head: Tensor, rows: Tensor, temperature: Tensor,
         chunks: list[tuple[int, Tensor, slice]], ranks: DeviceMesh, supports: TokenSupports | None,
     ) -> tuple[Tensor, ...]:
-        """`rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]; so are the ids of
+        """See `_split_scores`.
+
+        `rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]. So are the ids of
         the supports."""
         logprobs, entropies, total = (torch.zeros_like(temperature, dtype=torch.float32) for _ in range(3))
         inside = None if supports is None else torch.zeros_like(total)
@@ -280,7 +285,7 @@ class _SplitScores(torch.autograd.Function):
 
 
 def _own_supports(supports: TokenSupports, head: Tensor) -> TokenSupports:
-    """Return those ids of each token that are rows of this rank's head."""
+    """Return the supports with only those ids that are rows of this rank's part of the head."""
     is_here = (supports.ids >= 0) & (supports.ids < len(head))
     owners = supports.owners[is_here].cpu()
     sizes = torch.bincount(owners, minlength=len(supports.offsets) - 1)
@@ -288,12 +293,17 @@ def _own_supports(supports: TokenSupports, head: Tensor) -> TokenSupports:
 
 
 def _in_head(rows: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (whether this rank has each row, the row's index on this rank; any valid index if it has not)."""
+    """Return (whether this rank has each row, the row's index on this rank; any valid index where it has not)."""
     return (rows >= 0) & (rows < len(head)), rows.clamp(0, len(head) - 1)
 
 
 def _sent(states: Tensor, owner: int, indices: Tensor, part: slice, ranks: DeviceMesh) -> Tensor:
-    """Return on every rank the hidden states [n, hidden] of a chunk that belongs to the rank `owner`. Collective."""
+    """Return on every rank the hidden states [n, hidden] of a chunk, which the rank `owner` sends. Collective.
+
+    Args:
+        indices: the chunk's tokens among all N.
+        part: the chunk's tokens among those of the owner.
+    """
     is_own = owner == ranks.get_local_rank()
     sent = states[part].contiguous() if is_own else states.new_empty(len(indices), states.shape[1])
     dist.broadcast(sent, group=ranks.get_group(), group_src=owner)

@@ -30,15 +30,15 @@ _CHAT_TEMPLATE = (
 )
 
 _CHAT_SPECIAL = ["<|endoftext|>", "<unk>", "<|im_end|>", "<|im_start|>"]
-"""In the places of `_SPECIAL` that pad, stand for what is unknown, end a reply, and begin one."""
+"""Padding, unknown, end of a reply, start of a reply: in the same order as `_SPECIAL`."""
 _HERMES_PARTS = [
     "<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
     '{"name": "', '", "arguments": {"', '": "', '"}}', '{"type": "function", "function": {"name": "',
     '", "description": "', '", "parameters": {"type": "object", "properties": {"', '": {"type": "', '"}, "',
     '"}}, "required": ["', '"]}}}', "system\n", "user\n", "assistant\n",
 ]  # fmt: skip
-"""The parts that tools, calls and results share. Each is one token, so that an episode with a tool has 150 tokens
-and not 500."""
+"""The texts that tools, calls and results have in common. Each is one token, so that an episode with a tool has 150
+tokens and not 500."""
 _HERMES_TEMPLATE = (
     "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
     "{%- if system or tools %}{{ '<|im_start|>system\n' + system }}"
@@ -60,11 +60,11 @@ _HERMES_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The form of Hermes and Qwen2.5, without their sentences that explain it to a model that reads English."""
+"""The chat template of Hermes and Qwen2.5, without the sentences that explain tools to a model that reads English."""
 
 
 class TinyModel(NamedTuple):
-    """A kind of tiny model: its classes, and the function that makes its tokenizer."""
+    """A kind of tiny model: its transformers classes, and the function that makes its tokenizer."""
 
     config: type[PretrainedConfig]
     model: type[PreTrainedModel]
@@ -72,23 +72,26 @@ class TinyModel(NamedTuple):
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each printable ASCII character and the newline; others are left out.
+    """Return a tokenizer with one token for each printable ASCII character and the newline. It skips other characters.
 
-    The chat template ends a prompt with <sep>. It knows no tools, and shows no roles.
+    The chat template ends a prompt with <sep>. It shows neither tools nor roles.
     """
     return _tokenizer(_SPECIAL, (), _CHAT_TEMPLATE)
 
 
 def tool_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer like `character_tokenizer`, with roles and tools in the Hermes form, which Qwen2.5 has too."""
+    """Return a tokenizer like `character_tokenizer` with the chat template of Hermes: it shows roles and tools."""
     return _tokenizer(_CHAT_SPECIAL, _HERMES_PARTS, _HERMES_TEMPLATE)
 
 
 def _tokenizer(special: Sequence[str], parts: Sequence[str], chat_template: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `special` (padding, unknown, end of a reply, start of a reply), characters and `parts`.
+    """Return a tokenizer with tokens for the special texts, the characters and the `parts`.
 
     It is a byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2 folder as a
     byte-level BPE, whatever the folder says.
+
+    Args:
+        special: padding, unknown, end of a reply, start of a reply.
     """
     alphabet = {" ": "Ġ", "\n": "Ċ"}  # byte-level BPE writes space and newline like this
     tokens = [*special, *(alphabet.get(character, character) for character in _CHARACTERS)]
@@ -113,7 +116,7 @@ TINY_MODELS = {
 
 
 def tiny_model(name: str, seed: int) -> PreTrainedModel:
-    """Return a float32 model of 0.3 M parameters for the tokenizer of its kind, initialised at random from `seed`."""
+    """Return a random float32 model of 0.3 M parameters, of the kind TINY_MODELS[name], with weights from `seed`."""
     kind = TINY_MODELS[name]
     tokenizer = kind.tokenizer()
     sizes: dict[str, Any] = {

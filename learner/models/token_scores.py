@@ -2,15 +2,15 @@
 
     z = states W^T / temperature        log p(y) = z_y - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
 
-The float32 logits that exist at a time take at most LOGITS_BYTES, and what is made of them, such as p, is made for an
-eighth of their rows at a time: the peak is 1.3 times LOGITS_BYTES, with bfloat16 weights, whose logits are converted,
-1.5 times. The backward pass computes the logits again, in the same chunks, unless one chunk held them all. It adds the
-gradient of W, which has the size of W, in float32 if there are several chunks. The gradients are
+The float32 logits in memory take at most LOGITS_BYTES at a time. Tensors computed from them, such as p, are made for an
+eighth of their rows at a time. So the peak is 1.3 times LOGITS_BYTES; with bfloat16 weights, whose logits are
+converted, 1.5 times. The backward pass computes the logits again, in the same chunks, unless one chunk held them all.
+It adds the gradient of W, which has the size of W, in float32 if there are several chunks. The gradients are
 d log p(y) / dz = [y = v] - p_v and dH / dz = -p_v (log p_v + H).
 
-A token that was drawn from a part S of the vocabulary, its support, has log p(y | S) = z_y - logsumexp_S(z) and the
-entropy of p_v / p_S. The gradients are the same with p_v / p_S for p_v inside S, and 0 outside. S is a list of ids: no
-mask [N, V] is made.
+A token may be drawn from a part S of the vocabulary, its support. Then log p(y | S) = z_y - logsumexp_S(z), and the
+entropy is that of p_v / p_S. The gradients are the same with p_v / p_S for p_v inside S, and 0 outside. S is a list of
+ids: no mask [N, V] is made.
 """
 
 from __future__ import annotations
@@ -22,37 +22,42 @@ import torch
 from torch import Tensor
 
 LOGITS_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
-"""[device] the most memory that float32 logits take; more tokens are scored in chunks. On a GPU each chunk reads and
-writes the whole gradient of the head, in float32, which takes longer than the rest of the chunk unless it is large."""
+"""[device] the most memory for float32 logits; more tokens are scored in chunks. On a GPU each chunk reads and writes
+the whole gradient of the head, in float32, which takes longer than the rest of the chunk unless the chunk is large."""
 FORBIDDEN = -1e30
-"""The logit of a token that is not sampled: its probability is 0, and 0 times its logarithm is no NaN."""
+"""The logit of a forbidden token. Its probability is 0, and 0 times its logarithm is not NaN."""
 _PARTS = 8
-"""Temporary tensors of the logits' shape have this part of a chunk's rows."""
+"""Temporary tensors are made for one of this many parts of a chunk's rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSupports:
-    """For each of N tokens the ids that its logprob is over; without any it is over the whole vocabulary."""
+    """The support of each of N tokens: the ids it was drawn from. A token without ids: the whole vocabulary."""
 
     ids: Tensor
-    """int64. The ids of the first token, then those of the second, and so on; those of a token differ."""
+    """int64. The ids of the first token, then those of the second, and so on. The ids of one token are all different.
+    """
     offsets: Tensor
     """[N + 1] int64 in CPU memory. Token i has the ids offsets[i]..offsets[i + 1] - 1."""
     behaviour: Tensor | None = None
-    """For each id the logprob that the engine gave it, among the ids of its token; None: these are not recorded."""
+    """For each id the engine's logprob of it, over the ids of its token; None: not recorded."""
 
     @property
     def sizes(self) -> Tensor:
-        """[N] the number of ids of each token."""
+        """[N] number of ids of each token."""
         return self.offsets.diff().to(self.ids.device)
 
     @property
     def owners(self) -> Tensor:
-        """The token of each id."""
+        """The index of the token that each id belongs to."""
         return torch.repeat_interleave(self.sizes, output_size=len(self.ids))
 
     def places(self, owners: Tensor, width: int) -> Tensor:
-        """Return where each id is in [N, width], as an index into N * width: faster than an index of two parts."""
+        """Return the index of each id in a flattened [N, width] tensor, which is faster than an index of two parts.
+
+        Args:
+            owners: the property of that name.
+        """
         return torch.add(self.ids, owners, alpha=width)
 
     def cut(self, start: int, end: int) -> TokenSupports:
@@ -61,7 +66,7 @@ class TokenSupports:
         return TokenSupports(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, tokens: Tensor) -> TokenSupports:
-        """Return the supports of these tokens, in their order."""
+        """Return the supports of the tokens with these indices, in this order."""
         tokens = tokens.cpu()
         sizes = self.offsets.diff()[tokens]
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
@@ -77,8 +82,8 @@ def score_tokens(
     Hidden states are [N, hidden], output embeddings [V, hidden], targets and temperature [N].
 
     Args:
-        forbidden: ids of tokens that the distributions leave out. A target that is one of them was not sampled; its
-            logprob is 0.
+        forbidden: ids of tokens that the distributions leave out. A target with such an id was not sampled, and gets
+            the logprob 0.
     """
     scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature, forbidden, None, False)
     return scored
@@ -88,11 +93,13 @@ def score_supports(
     states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None,
     supports: TokenSupports,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `score_tokens` does, over the support of each token, its target among it; and two more tensors.
+    """Return (log-probabilities, entropies, masses, of_ids) of N target tokens over their supports.
 
-    masses: [2, N] without gradient: the probability of each token's support, and without its least probable id.
-    of_ids: for each id of the supports its log-probability among those of its token. Empty if the supports have no
-        `behaviour`, so that no loss reads them.
+    The first two are as in `score_tokens`. Each target must be in its support.
+
+    masses: [2, N] without gradient: the probability of each token's support, and of it without its least probable id.
+    of_ids: the log-probability of each id of the supports, over the ids of its token. Empty if the supports have no
+        `behaviour`, because then no loss reads it.
     """
     scored: tuple[Tensor, Tensor, Tensor, Tensor] = _ScoreTokens.apply(
         states, head, targets, temperature, forbidden, supports, supports.behaviour is not None
@@ -101,23 +108,25 @@ def score_supports(
 
 
 def largest_of(values: Tensor, supports: TokenSupports) -> Tensor:
-    """Return the largest of each token's values, one of each of its ids; -inf without ids. [N]"""
+    """Return the largest value of each token, given one value for each id of the supports; -inf without ids. [N]"""
     return torch.segment_reduce(values, "max", lengths=supports.sizes, unsafe=True)
 
 
 def least_of(values: Tensor, supports: TokenSupports) -> Tensor:
-    """Return the least of each token's values, one of each of its ids; inf without ids. [N]"""
+    """Return the least value of each token, given one value for each id of the supports; inf without ids. [N]"""
     return torch.segment_reduce(values, "min", lengths=supports.sizes, unsafe=True)
 
 
 def sum_of(values: Tensor, supports: TokenSupports) -> Tensor:
-    """Return the sum of each token's values, one of each of its ids; 0 without ids. [N]"""
+    """Return the sum of the values of each token, given one value for each id of the supports; 0 without ids. [N]"""
     return torch.segment_reduce(values, "sum", lengths=supports.sizes, unsafe=True)
 
 
 def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log p_S, the entropy of p_v / p_S, p_S without its least probable id) for each row of `logp` = log p
-    [n, V]; 0 without ids. [n] each
+    """Return (log p_S, entropy of p_v / p_S, p_S without its least probable id) of each token, [n] each; 0 without ids.
+
+    Args:
+        logp: [n, V] log p.
     """
     owners = supports.owners
     inside = logp.view(-1).index_select(0, supports.places(owners, logp.shape[1]))
@@ -133,7 +142,7 @@ def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor, Tens
 
 
 def without_supports(grads: Tensor | None, supports: TokenSupports) -> Tensor | None:
-    """Return gradients [n] with 0 for each token that has ids."""
+    """Return the gradients [n] with 0 for each token that has a support."""
     return None if grads is None else grads.masked_fill(supports.sizes > 0, 0.0)
 
 
@@ -141,11 +150,12 @@ def grads_inside(
     of_logprobs: Tensor | None, of_entropies: Tensor | None, logp: Tensor, supports: TokenSupports, log_mass: Tensor,
     entropies: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return (places of the ids in [n * V], what to add to the gradient of the logits there).
+    """Return (places of the ids in [n * V], numbers to add there to the gradient of the logits).
 
-    That is the gradient of `grad_of_logits`, without the targets' part, with p_v / p_S for p_v.
+    It is the gradient of `grad_of_logits` with p_v / p_S for p_v. The part of the targets is left out.
 
     Args:
+        of_logprobs, of_entropies: [n] gradients of the results; None for zeros.
         logp: [n, V] log p, or z.
         log_mass: [n] log of the sum of the exponentials of each token's ids.
         entropies: [n] of p_v / p_S.
@@ -245,7 +255,7 @@ class _ScoreTokens(torch.autograd.Function):
 
 
 def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:
-    """Return log_softmax(states head^T / temperature), [n, V], in float32 or better; FORBIDDEN where it is forbidden.
+    """Return log_softmax(states head^T / temperature), [n, V], in float32 or better. Forbidden tokens have FORBIDDEN.
     """
     logits = scaled_logits(states, head, temperature)
     if forbidden is not None:
@@ -262,17 +272,17 @@ def scaled_logits(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
 
 
 def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the rows of a tensor, in _PARTS parts or fewer."""
+    """Return views of a tensor's rows in at most _PARTS parts."""
     return rows.split(max(1, -(-len(rows) // _PARTS)))
 
 
 def grad_of_logits(
     logp: Tensor, entropies: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the logits z without the targets' part, -g_y p_v - g_H p_v (log p_v + H), [n, V].
+    """Return the gradient of the logits z, -g_y p_v - g_H p_v (log p_v + H), [n, V], without the targets' part.
 
-    The caller adds g_y at each target. g_y and g_H are the gradients [n] of log p(y) and H, None for zeros;
-    `logp` [n, V] is overwritten.
+    The caller adds g_y at each target. g_y and g_H are the gradients [n] of log p(y) and H (`of_logprobs`,
+    `of_entropies`), None for zeros. `logp` [n, V] is overwritten.
     """
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:

@@ -1,4 +1,3 @@
-"""Trainings before RL: SFT and reward models.
-`pretraining.py` has their common loop.
+"""Training before RL: SFT and reward models, and the pretraining term.
 async_rl/tools/stages.py and api may import it.
 """

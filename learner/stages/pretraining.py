@@ -1,9 +1,9 @@
-"""The pretraining term of PPO-ptx: each optimizer step of the policy also learns some pretraining text.
+"""The pretraining term of PPO-ptx: each optimizer step of the policy also trains on some pretraining text.
 
     L = L_RL - ptx_coef * mean of log p(token) over the tokens of the step's rows of text
 
 Source: Ouyang et al. 2022, arXiv 2203.02155, equation 2 and appendix C.4, where both gradients are accumulated before
-the optimizer's step. The logprobs are those at temperature 1, also where answers are sampled at another one.
+the optimizer's step. The logprobs are at temperature 1, even if answers are sampled at another one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _KEY = "task.pretrain_path"
 
 
 def read_texts(config: Config) -> list[IntArray]:
-    """Return the rows of text of task.pretrain_path in tokens, of 2 to config.longest_tokens tokens each.
+    """Return the texts of task.pretrain_path as rows of tokens, each of 2 to config.longest_tokens tokens.
 
-    A text ends with the eos token. A longer one is cut into several rows.
+    A text ends with the eos token. A longer text is cut into several rows.
 
     Raises:
         ConfigError: the file can't be read, or has no text.
@@ -57,7 +57,7 @@ def _check_columns(found: Collection[str], where: str) -> None:
 
 
 class PretrainingTerm:
-    """Computes the pretraining term of one rank's policy. Every rank reads the same text and learns its share of it.
+    """Computes the pretraining term for the policy of one rank. Every rank reads the same text and trains on its share.
 
     Args:
         layout: the kinds of packs that the policy can compute.
@@ -75,10 +75,10 @@ class PretrainingTerm:
         self._policy, self._ranks, self._layout, self._device = policy, ranks, layout, device
 
     def rows(self, step: int) -> list[int]:
-        """Return the rows of text for the policy's optimizer step `step`, from 0.
+        """Return the indices of the rows of text for the policy's optimizer step `step`, counted from 0.
 
-        All steps so take every row once before they take one again, each time in another order. Checkpoints keep the
-        number of steps, so a resumed run continues where it was.
+        Each epoch takes every row once, in a new order. Checkpoints keep the number of steps, so a resumed run
+        continues with the next rows.
         """
         count = self._rows_per_step
         places = [divmod(place, len(self._rows)) for place in range(step * count, (step + 1) * count)]
@@ -89,11 +89,11 @@ class PretrainingTerm:
         return [int(orders[epoch][place]) for epoch, place in places]
 
     def backward(self, step: int, sums: MetricAccumulator) -> Tensor:
-        """Add the gradient of the term to the policy's, and return this rank's part of the term. Collective.
+        """Add the gradient of the term to the policy's gradients, and return this rank's part of the term. Collective.
 
         Args:
-            step: as for `rows`.
-            sums: gets what the metrics are made of.
+            step: number of the policy's optimizer step, as for `rows`.
+            sums: the sums for metrics, to which loss and tokens are added.
         """
         groups = tuple(_group(self._rows[index]) for index in self.rows(step))
         batch = Batch(version=0, groups=groups, finished_versions=(0,) * len(groups))
@@ -115,13 +115,13 @@ class PretrainingTerm:
         return total
 
     def metrics(self, totals: Totals) -> list[Metric]:
-        """Return `ptx/loss`, the mean of -log p(token) of the step's text in nats; nothing if none was learned."""
+        """Return the metric `ptx/loss`: mean -log p(token) of the step's pretraining text, in nats. [] without text."""
         tokens = float(totals.get("ptx_tokens", np.zeros(())))
         return [Metric("ptx/loss", float(totals["ptx_nll"]) / tokens, weight=tokens)] if tokens else []
 
 
 def _group(tokens: IntArray) -> Group:
-    """Return a row of text as a group whose prompt is its first token. Nothing reads its versions, which are 0."""
+    """Return a row of text as a group whose prompt is the first token. Its versions are 0, and nothing reads them."""
     count = len(tokens) - 1
     row = Row(
         tokens=tokens[1:], logprobs=np.zeros(count, np.float32), versions=np.zeros(count, np.int32),

@@ -1,4 +1,4 @@
-"""`async-rl reward-model`: trains a head for rewards, and the model below it, on comparisons, in one process."""
+"""`async-rl reward-model`: trains a reward model on comparisons of answers, in one process."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of two or more answers to a prompt, and the pairs of them with a preferred answer."""
+    """Two or more answers to a prompt, and which of them are preferred to which."""
 
     rows: Sequence[RewardRow]
     """[K] the prompt with each answer."""
     pairs: Sequence[tuple[int, int, float]]
-    """(number of the preferred row, number of the other row, margin)."""
+    """(index of the preferred row, index of the other row, margin) of each compared pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardData:
-    """The comparisons that a reward model is trained and tested on, and the rows whose mean reward is made 0."""
+    """The comparisons that a reward model is trained and tested on, and rows that define the reward 0."""
 
     train: Sequence[Comparison]
     held_out: Sequence[Comparison]
     zero: Sequence[RewardRow]
-    """Rows of demonstrations. Empty: there is no offset."""
+    """Rows of demonstrations, whose mean reward becomes 0. Empty: there is no offset."""
 
 
 def train_reward_model(config: Config, data: RewardData, out_dir: Path) -> Iterator[StepDone]:
@@ -101,7 +101,7 @@ def train_reward_model(config: Config, data: RewardData, out_dir: Path) -> Itera
 
 
 def open_scorer(config: Config, device: torch.device) -> Scorer:
-    """Return the model to train, float32 on `device`; a base without a head for rewards gets one at random."""
+    """Return the model to train, in float32 on `device`. A base without a reward head gets a random one."""
     key = "reward_training.base" if config.reward_training.base else "model.path"
     path, attention = config.reward_training.base or config.model.path, config.model.attn_implementation
     found = load_without_weights("reward_training.base", path, attention).config
@@ -133,14 +133,14 @@ def _check_lengths(scorer: Scorer, data: RewardData) -> None:
 
 
 def lr_factor(done: int, steps: int) -> float:
-    """Return the share of the peak learning rate after `done` of `steps` steps."""
+    """Return the factor of the peak learning rate after `done` of `steps` steps: warm-up, 1, then a fall to 0."""
     return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), decayed(done, steps, _DECAY_FRACTION))
 
 
 def backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, centering: float) -> list[Metric]:
-    """Compute the gradients of the loss, the mean over the comparisons, and return loss and accuracy.
+    """Compute the gradients of the mean loss over the comparisons `batch`, and return loss and accuracy as metrics.
 
-    A forward pass has whole comparisons, of at most `max_tokens` tokens with padding, but at least one.
+    A forward pass has one or more whole comparisons. Several have at most `max_tokens` tokens, including padding.
     """
     loss, right = 0.0, 0.0
     for part in _parts(batch, max_tokens):
@@ -154,7 +154,7 @@ def backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, cente
 
 
 def _parts(comparisons: Sequence[Comparison], max_tokens: int) -> Iterator[list[Comparison]]:
-    """Yield the comparisons of each forward pass, those with the longest rows first."""
+    """Yield the comparisons of each forward pass. Those with the longest rows come first."""
     part: list[Comparison] = []
     width = rows = 0
     for each in sorted(comparisons, key=lambda each: -max(map(len, each.rows))):
@@ -169,9 +169,9 @@ def _parts(comparisons: Sequence[Comparison], max_tokens: int) -> Iterator[list[
 
 
 def _scored(scorer: Scorer, part: Sequence[Comparison]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (rewards of the preferred rows, of the other rows, margins, weights) of all pairs, [n] each.
+    """Return (rewards of the preferred rows, of the other rows, margins, weights) of all compared pairs, [n] each.
 
-    The weights of the pairs of a comparison add up to 1.
+    The weights of the pairs of one comparison add up to 1.
     """
     scores = score_rows(scorer, [row for each in part for row in each.rows])
     pairs, start = [], 0
@@ -184,7 +184,7 @@ def _scored(scorer: Scorer, part: Sequence[Comparison]) -> tuple[Tensor, Tensor,
 
 
 def score_rows(scorer: Scorer, rows: Sequence[RewardRow]) -> Tensor:
-    """Return the outputs [B] of the model for the rows."""
+    """Return the model's outputs [B] for the rows."""
     device = scorer.lm.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         scores: Tensor = scorer(*padded_rows(rows, device))
@@ -193,7 +193,7 @@ def score_rows(scorer: Scorer, rows: Sequence[RewardRow]) -> Tensor:
 
 @torch.no_grad()
 def _held_out_metrics(scorer: Scorer, held_out: Sequence[Comparison], max_tokens: int) -> list[Metric]:
-    """Return `reward_model/held_out_...` of `comparison_metrics`; nothing without held-out comparisons."""
+    """Return the metrics `reward_model/held_out_...`, by `comparison_metrics`; [] without held-out comparisons."""
     if not held_out:
         return []
     scored = [_scored(scorer, part) for part in _parts(held_out, max_tokens)]
@@ -204,18 +204,18 @@ def _held_out_metrics(scorer: Scorer, held_out: Sequence[Comparison], max_tokens
 
 @torch.no_grad()
 def _mean_score(scorer: Scorer, rows: Sequence[RewardRow], max_tokens: int) -> float:
-    """Return the mean output for the rows; 0 without any."""
+    """Return the mean of the model's outputs for the rows; 0 without rows."""
     parts = _parts([Comparison([row], []) for row in rows], max_tokens)
     scores = [score_rows(scorer, [each.rows[0] for each in part]) for part in parts]
     return float(torch.cat(scores).double().mean()) if scores else 0.0
 
 
 def _save(scorer: Scorer, base: str, out_dir: Path) -> None:
-    """Write the model with the tokenizer of its base.
+    """Save the model with the tokenizer of its base.
 
-    A decoder gets a bias of 0 in its head: SGLang has one for models of the Qwen family, and would start it at random
-    where the file lacks it. The id of the padding is not a token that ends answers: transformers would
-    read there, one token early.
+    A decoder gets a bias of 0 in its head: SGLang has a bias for models of the Qwen family, and would start it at
+    random if the file lacks it. The padding token is changed if it also ends answers: transformers would read the
+    reward there, one token early.
     """
     lm, tokenizer = scorer.lm, load_tokenizer(base)
     if scorer.reads_last_token and lm.score.bias is None:

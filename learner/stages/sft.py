@@ -26,27 +26,28 @@ from learner.models.tiny_model import TINY_MODELS, tiny_model
 
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
-"""The loss that is reported and compared with the target is the mean of so many steps."""
+"""The reported loss, which is also compared with sft.target_loss, is the mean over this many steps."""
 _MAX_WARMUP_STEPS = 150
 _IGNORED = -100
-"""Label of the positions without a loss."""
+"""The label of tokens that have no loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One thing to learn: a prompt with its answer, or the conversation of an episode, as tokens and a mask."""
+    """One training example: a prompt with its answer, or the conversation of an episode, as tokens and a mask."""
 
     tokens: Sequence[int]  # [S]
     mask: Sequence[bool]  # [S] True where the token is learned: the answer, or the replies, each with the final eos
 
 
 def answer_demonstration(prompt: Sequence[int], answer: Sequence[int]) -> Demonstration:
-    """Return the demonstration of an answer, which ends with the eos token, to a prompt."""
+    """Return the training example of a prompt and its answer, which ends with the eos token. The loss is on the answer.
+    """
     return Demonstration([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
 def base_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of `sft.base`, with which the examples must be tokenized.
+    """Return the tokenizer of `sft.base`. The examples must be tokenized with it.
 
     Raises:
         ConfigError: `sft.base` is neither a tiny model nor a folder with a causal LM.
@@ -68,11 +69,11 @@ def base_tokenizer(config: Config) -> Any:
 def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) -> Iterator[StepDone]:
     """Train `sft.base` on the examples, and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
-    The loss is the mean cross-entropy of a batch's learned tokens. Training ends early once its mean over the last 10
-    steps is below sft.target_loss. The same run.seed gives the same model.
+    The loss is the mean cross-entropy of a batch's tokens in the examples' masks. Training ends early once the mean
+    loss of the last 10 steps is below sft.target_loss. The same run.seed gives the same model.
 
     Yields:
-        StepDone, with the SFT step as its version, every 20 steps and at the end.
+        StepDone every 20 steps and at the end. Its `version` is the number of SFT steps.
 
     Raises:
         ConfigError: there are no examples, the weights of sft.base are not finite, or `out_dir` can't be written.
@@ -119,7 +120,7 @@ def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) 
 
 
 def lr_factor(done: int, steps: int) -> float:
-    """Return the share of the peak learning rate after `done` of `steps` steps.
+    """Return the factor of the peak learning rate after `done` of `steps` steps.
 
     It rises to 1 over the first half of the steps, but at most 150, and falls to 0 over the last fifth. With a shorter
     warm-up a tiny model gets stuck in a plateau.
@@ -129,7 +130,10 @@ def lr_factor(done: int, steps: int) -> float:
 
 
 def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield lists of `batch_size` indices of examples without end; the seed determines the order of each epoch."""
+    """Yield the example indices of each batch, without end: the epochs in a row, each shuffled anew by `seed`.
+
+    A batch may take examples of two epochs.
+    """
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
     while True:
@@ -140,9 +144,10 @@ def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int
 
 
 def backward(model: PreTrainedModel, batch: Sequence[Demonstration], max_tokens: int) -> float:
-    """Compute the gradients of the mean loss over the batch's learned tokens, by micro-batches, and return that loss.
+    """Compute the gradients of the mean loss over the tokens in the examples' masks, and return that loss.
 
-    It needs no attention mask: the padding is on the right, where a causal model does not see it.
+    The batch is split into micro-batches of at most `max_tokens` tokens, including padding, but at least one example.
+    No attention mask is needed: padding is on the right, where a causal model does not see it.
     """
     num_learned = sum(sum(example.mask) for example in batch)
     by_length = sorted(batch, key=lambda example: len(example.tokens), reverse=True)

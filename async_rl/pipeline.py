@@ -255,7 +255,9 @@ def start_processes(
     judge_urls = {name: str(urls[name]) for name in judges}
     listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, limit, "the address")
     judged_at = list(judge_urls.values())
-    connecting = {name: each.connect.remote(address, judged_at) for name, each in servers_by_name.items()}
+    connecting = {
+        name: each.connect.remote(address, judged_at, processes.starts[name]) for name, each in servers_by_name.items()
+    }
     processes.gather(connecting, limit, "connecting")
     arguments = (listening["learner/0"], address, [urls[name] for name in servers_by_name])
     processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")

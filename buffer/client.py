@@ -147,12 +147,16 @@ class WorkerClient:
     """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it together.
 
     Slots are granted to the name `worker`, which is unique in the run. `keys` is the folder network.keys, "" for none.
+    `incarnation` is the number of the start of this worker. The buffer refuses a worker that has been started again.
     Every method raises WaitTimeoutError if the buffer does not answer in time, and WireError if it refuses the request.
     """
 
-    def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
+    def __init__(
+        self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "", incarnation: int = 1
+    ) -> None:
         self._address = address
         self._worker = worker
+        self._incarnation = incarnation
         self._wire_s = timeouts.buffer_s
         self.flat_groups = (0, 0)
         """Two counts of groups in a row, of all workers, at the last `put`. The first counts groups whose answers all
@@ -231,7 +235,7 @@ class WorkerClient:
     async def _call(self, request_id: int, op: str, subject: str, *payload: bytes, **fields: Any) -> BufferReply:
         if self._receiver is None:
             self._receiver = asyncio.create_task(self._receive())
-        message = [pack_request(op, request_id, worker=self._worker, **fields), *payload]
+        message = [pack_request(op, request_id, worker=self._worker, incarnation=self._incarnation, **fields), *payload]
         wait_s = fields.get("wait_s", 0.0)
         future = self._pending[request_id] = asyncio.get_running_loop().create_future()
         start_s = time.monotonic()

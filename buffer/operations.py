@@ -85,6 +85,8 @@ class Operations:
         self._record_group = record_group
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
         self._seen_workers: set[str] = set()
+        self._incarnations: dict[str, int] = {}
+        """[worker] the newest incarnation that was heard of. A restarted buffer has heard of none."""
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
         self._waits = {"buffer/waited_s": LearnerWaits(), LATE: LearnerWaits()}
         self._replies: list[Outgoing] = []
@@ -140,8 +142,13 @@ class Operations:
         """Return when the wait_s of the next parked request ends, by time.monotonic; infinity if none is parked."""
         return min((parked.until_s for parked in self._parked.values()), default=float("inf"))
 
-    def abandon(self, worker: str) -> int:
-        """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
+    def abandon(self, worker: str, incarnation: int) -> int:
+        """Fail the running groups of a worker that is gone, and return their number. Their prompts are granted again.
+
+        Args:
+            incarnation: of the worker that will replace it. Requests of an earlier one are refused from now on.
+        """
+        self._incarnations[worker] = incarnation
         for op in ("admit", "aborts"):
             self._parked.pop((op, worker), None)
         return self.store.abandon(worker)
@@ -231,6 +238,12 @@ class Operations:
         worker = fields.text("worker")
         if worker not in self._workers:  # a slot granted to an unknown worker would never be released
             raise fields.refuse("worker", f"one of the run's: {', '.join(self._workers)[:200]}")
+        newest, incarnation = self._incarnations.get(worker, 0), fields.integer("incarnation", 1)
+        if incarnation < newest:
+            raise fields.refuse("incarnation", f"{newest}: a later start of {worker} has taken its place")
+        if newest and incarnation > newest:
+            self.abandon(worker, incarnation)
+        self._incarnations[worker] = incarnation
         return worker
 
     def _served(self, fields: Fields) -> None:

@@ -97,10 +97,10 @@ class BufferServer:
         with self._lock:
             return self._operations.describe(time.monotonic())
 
-    def abandon(self, worker: str) -> int:
-        """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
+    def abandon(self, worker: str, incarnation: int) -> int:
+        """Give up the worker that an `incarnation` of the same name replaces; see Operations.abandon."""
         with self._lock:
-            return self._operations.abandon(worker)
+            return self._operations.abandon(worker, incarnation)
 
     def close(self) -> dict[str, float]:
         """Wait until `serve` returns, drop running and finished groups as `shutdown`, and return the final metrics.

@@ -6,6 +6,9 @@
 A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
 one client with the same answer may be answered together, as requests `put` often are.
 
+Every request of a worker carries `incarnation`, the number of the start of its server. Once the buffer has heard of a
+later start, it refuses the requests of an earlier one: a server that was cut off, and was replaced, gets no slots.
+
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s. For each
                 group that it ends meanwhile it may get one more.
     prompts     Before it asks for slots, a worker reports how many prompts each source of the task has, and how many of
@@ -49,11 +52,11 @@ MAX_ANSWERED = 256
 """The most requests that one reply may answer."""
 
 _OPERATIONS = {
-    "admit": ("worker", "max_groups", "wait_s"),
-    "prompts": ("worker", "sources"),
-    "put": ("worker",),
-    "fail": ("worker", "group_id", "cause", "requeue", "data_row"),
-    "aborts": ("worker", "acknowledged", "wait_s"),
+    "admit": ("worker", "incarnation", "max_groups", "wait_s"),
+    "prompts": ("worker", "incarnation", "sources"),
+    "put": ("worker", "incarnation"),
+    "fail": ("worker", "incarnation", "group_id", "cause", "requeue", "data_row"),
+    "aborts": ("worker", "incarnation", "acknowledged", "wait_s"),
     "take": ("version", "wait_s"),
     "may_push": ("version", "wait_s"),
     "trained": ("version",),

@@ -93,11 +93,14 @@ class Worker(EvalWorker):
     """Asks the buffer for slots, has each slot's prompt answered and scored, sends the group back, and reports.
 
     It may be created in any thread; all its coroutines run in one event loop.
+
+    Args:
+        incarnation: the number of the start of its server, from 1. The buffer hears only the newest start.
     """
 
-    def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str) -> None:
+    def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str, incarnation: int = 1) -> None:
         super().__init__(config, player)
-        self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
+        self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys, incarnation)
         self._wants_routing = recorded_experts(config) is not None
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0

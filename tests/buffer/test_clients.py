@@ -9,7 +9,7 @@ import threading
 import pytest
 import zmq
 
-from async_rl.base.errors import AsyncRLError, WaitTimeoutError
+from async_rl.base.errors import AsyncRLError, WaitTimeoutError, WireError
 from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.operations import fair_shares
@@ -131,12 +131,29 @@ def test_a_failed_or_abandoned_group_is_granted_again(buffer: BufferServer, lear
         await worker.put(make_group(slots[0]))
 
     with_worker(buffer.address, fail_one)
-    assert buffer.abandon("rollout/0") == 2
-    slots = with_worker(buffer.address, lambda worker: worker.admit(9))
+    assert buffer.abandon("rollout/0", 2) == 2
+    slots = with_worker(buffer.address, lambda worker: worker.admit(9), incarnation=2)
     assert [(slot.group_id, slot.prompt_index) for slot in slots] == [(4, 1), (5, 2), (6, 3)]
     late = Slot(group_id=2, prompt_index=2, start_version=0)
-    assert with_worker(buffer.address, lambda worker: worker.put(make_group(late))) is False
+    assert with_worker(buffer.address, lambda worker: worker.put(make_group(late)), incarnation=2) is False
     assert buffer.counters()["buffer/dropped_failed"] == 3
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the driver tells", "the successor asks"])
+def test_a_server_that_was_replaced_gets_no_slots_and_delivers_nothing(
+    buffer: BufferServer, learner: LearnerClient, told: bool
+) -> None:
+    granted = with_worker(buffer.address, lambda worker: worker.admit(4))
+    if told:
+        assert buffer.abandon("rollout/0", 2) == 4
+    again = with_worker(buffer.address, lambda worker: worker.admit(4), incarnation=2)
+    assert [slot.prompt_index for slot in again] == [slot.prompt_index for slot in granted]
+    for late in (lambda worker: worker.admit(1), lambda worker: worker.put(make_group(granted[0]))):
+        with pytest.raises(WireError, match="incarnation: got 1"):
+            with_worker(buffer.address, late)
+    for slot in again:
+        assert with_worker(buffer.address, lambda worker, slot=slot: worker.put(make_group(slot)), incarnation=2)
+    assert [group.group_id for group in learner.take(0).groups] == [slot.group_id for slot in again]
 
 
 def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> None:

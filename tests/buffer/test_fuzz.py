@@ -46,15 +46,15 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
 
 def put_episodes(slot: Slot) -> list[bytes]:
     group = random_episodes(slot, np.random.default_rng(slot.group_id))
-    return [pack_request("put", 77, worker="rollout/0"), encode_group(group)]
+    return [pack_request("put", 77, worker="rollout/0", incarnation=1), encode_group(group)]
 
 
 def valid_messages(put: Callable[[Slot], list[bytes]]) -> list[list[bytes]]:
     worker = "rollout/0"
     return [
         *(put(dataclasses.replace(FIRST, group_id=i, prompt_index=i)) for i in range(4)),
-        [pack_request("fail", 5, worker=worker, group_id=2, cause="no cause", requeue=True)],
-        [pack_request("admit", 5, worker=worker, max_groups=3, wait_s=0.0)],
+        [pack_request("fail", 5, worker=worker, incarnation=1, group_id=2, cause="no cause", requeue=True)],
+        [pack_request("admit", 5, worker=worker, incarnation=1, max_groups=3, wait_s=0.0)],
         [pack_request("take", 5, version=0, wait_s=0.0)],
         [pack_request("served", 5, version=0)],
         [pack_request("trained", 5, version=1)],
@@ -97,8 +97,8 @@ def test_mutated_messages_do_not_disturb_a_run() -> None:
     rng = random.Random(0)
     originals = [
         put_frames(dataclasses.replace(FIRST, group_id=FAR), worker="rubbish"),
-        [pack_request("fail", 5, worker="rubbish", group_id=FAR, cause="no cause", requeue=True)],
-        [pack_request("admit", 5, worker="rubbish", max_groups=5, wait_s=0.0)],
+        [pack_request("fail", 5, worker="rubbish", incarnation=1, group_id=FAR, cause="no cause", requeue=True)],
+        [pack_request("admit", 5, worker="rubbish", incarnation=1, max_groups=5, wait_s=0.0)],
         [pack_request("take", 5, version=FAR, wait_s=0.0)],
         [pack_request("served", 5, version=FAR)],
         [pack_request("trained", 5, version=FAR)],
@@ -113,7 +113,7 @@ def test_mutated_messages_do_not_disturb_a_run() -> None:
             for _ in range(OVER_A_SOCKET):
                 socket.send_multipart(mutate(rng.choice(originals), rng) or [b""])
             socket.send_multipart(
-                [pack_request("fail", FAR, worker="rubbish", group_id=-1, cause="", requeue=False)]
+                [pack_request("fail", FAR, worker="rubbish", incarnation=1, group_id=-1, cause="", requeue=False)]
             )
             last = None
             while last != FAR:

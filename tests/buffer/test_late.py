@@ -92,9 +92,9 @@ def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
         with_worker(server.address, first_batch)
         learner.take(0)
         learner.trained(1)
-        server.abandon("rollout/0")
+        server.abandon("rollout/0", 2)
         for _ in range(FLAT_BATCHES):
-            with_worker(server.address, put_all)
+            with_worker(server.address, put_all, incarnation=2)
         with pytest.raises(NothingToLearnError, match=r"^16 groups"):
             learner.await_push(1)
 

@@ -112,7 +112,7 @@ def test_a_client_that_reads_nothing_loses_only_replies_of_its_own(
         deaf.linger, deaf.rcvhwm, deaf.sndhwm, deaf.rcvbuf = 0, 1, 0, 4096
         deaf.connect(buffer.address)
         for request_id in range(1, number + 1):
-            deaf.send(pack_request("admit", request_id, worker="w" * 300, max_groups=1, wait_s=0))
+            deaf.send(pack_request("admit", request_id, worker="w" * 300, incarnation=1, max_groups=1, wait_s=0))
         deadline_s = time.monotonic() + 60
         while buffer.counters()["buffer/refused"] < number and time.monotonic() < deadline_s:
             time.sleep(0.05)

@@ -19,10 +19,10 @@ from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group, make_row
 
-PUT = pack_request("put", 77, worker="rollout/0")
+PUT = pack_request("put", 77, worker="rollout/0", incarnation=1)
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
-FAILED = {"worker": "rollout/0", "group_id": 0, "cause": "", "requeue": False, "data_row": 0}
+FAILED = {"worker": "rollout/0", "incarnation": 1, "group_id": 0, "cause": "", "requeue": False, "data_row": 0}
 FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int32)))}
 
 
@@ -39,8 +39,9 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
         ([pack_request("served", 77, version=5)], "version: got 5"),
         ([pack_request("take", 77, version=3, wait_s=0)], "version: got 3"),
         ([pack_request("take", 77, version=0, wait_s=-1)], "wait_s: got -1"),
-        ([pack_request("admit", 77, worker="rollout/0", max_groups=0, wait_s=0)], "max_groups: got 0"),
-        ([pack_request("admit", 77, worker="w" * 300, max_groups=1, wait_s=0)], "worker: got 'www"),
+        ([pack_request("admit", 77, worker="rollout/0", incarnation=1, max_groups=0, wait_s=0)], "max_groups: got 0"),
+        ([pack_request("admit", 77, worker="w" * 300, incarnation=1, max_groups=1, wait_s=0)], "worker: got 'www"),
+        ([pack_request("fail", 77, **FAILED | {"incarnation": 0})], "incarnation: got 0"),
         ([pack_request("fail", 77, **FAILED | {"group_id": 9})], "group_id: got 9"),
         ([pack_request("fail", 77, **FAILED | {"requeue": 1})], "requeue: got 1"),
         ([pack_request("fail", 77, **FAILED | {"data_row": -2})], "data_row: got -2"),

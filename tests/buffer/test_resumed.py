@@ -79,7 +79,8 @@ def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tm
     with opened_run(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
         assert [group.group_id for group in learner.take(1).groups] == [2, 3]
         learner.trained(2)
-        slots = ask(server.address, [pack_request("admit", 7, worker="rollout/0", max_groups=2, wait_s=1.0)])
+        admit = pack_request("admit", 7, worker="rollout/0", incarnation=1, max_groups=2, wait_s=1.0)
+        slots = ask(server.address, [admit])
         assert [slot[1] for slot in slots["result"]["slots"]] == [4, 5], "their prompts are granted again"
 
 

@@ -74,7 +74,7 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
     async def run() -> None:
         if part == "reward":
             await actor.start()
-        begun = actor.connect("tcp://none", []) if part == "reward" else actor.start()
+        begun = actor.connect("tcp://none", [], 1) if part == "reward" else actor.start()
         failed, answered = await asyncio.gather(begun, answer(), return_exceptions=True)
         assert "enough" in str(failed) and answered is None
         await actor.stop()

@@ -75,7 +75,7 @@ class Buffer(FakeProcess):
             time.sleep(0.05)
             self.obey()
 
-    def abandon(self, worker: str) -> int:
+    def abandon(self, worker: str, incarnation: int) -> int:
         if self.told("dies when asked"):
             (self._folder / "buffer-0-dies when asked").unlink()
             os._exit(9)
@@ -98,7 +98,7 @@ class Rollout(FakeProcess):
     async def kv_tokens(self) -> int:
         return 1000 if self.told("comes back") else 2000
 
-    async def connect(self, address: str, judge_urls: Sequence[str]) -> None:
+    async def connect(self, address: str, judge_urls: Sequence[str], incarnation: int) -> None:
         self.note(f"{self._config.server_names[self._index]} connected")
 
     async def run(self) -> AsyncIterator[WorkerReport]:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ class ActorGroup:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
+        self.starts: Counter[str] = Counter()
+        """[process] how many times it was started."""
         self._reservation = reservation
         self._origin = origin
         self._earlier_bytes: dict[str, dict[Path, int]] = {}
@@ -56,6 +59,7 @@ class ActorGroup:
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
         self._earlier_bytes[name] = {file: file.stat().st_size for file in self._log_files(name)}
+        self.starts[name] += 1
         self.actors[name] = actor.options(**options).remote(self._origin, *args)
         return self.actors[name]
 

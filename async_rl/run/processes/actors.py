@@ -142,9 +142,9 @@ class BufferActor:
     def stop(self) -> None:
         self._stop.set()
 
-    def abandon(self, worker: str) -> int:
-        """Fail the running groups of a dead worker, so that others get their prompts; returns how many groups."""
-        return self._server.abandon(worker)
+    def abandon(self, worker: str, incarnation: int) -> int:
+        """Fail the running groups of a dead worker, which `incarnation` will replace; returns their number."""
+        return self._server.abandon(worker, incarnation)
 
     def status(self) -> Status:
         return Status(doing="answers", waits_on=self._server.describe(), since_s=time.monotonic())
@@ -197,17 +197,22 @@ class RolloutActor:
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
-    async def connect(self, buffer_address: str, judge_urls: Sequence[str]) -> None:
-        """Open rewards and worker, which requests slots from the buffer at this address once `run` is called."""
+    async def connect(self, buffer_address: str, judge_urls: Sequence[str], incarnation: int) -> None:
+        """Open rewards and worker, which requests slots from the buffer at this address once `run` is called.
+
+        Args:
+            incarnation: how many times this server has been started in the run, with this start.
+        """
         if judge_urls:
             self._config = resolve(self._config, {"judge.urls": tuple(judge_urls)})
         self._doing, self._since_s = "opens its rewards, environment and tools", time.monotonic()
-        self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
+        # a thread: it may import much, as `start` does
+        self._worker = await asyncio.to_thread(self._open_worker, buffer_address, incarnation)
 
-    def _open_worker(self, buffer_address: str) -> EvalWorker:
+    def _open_worker(self, buffer_address: str, incarnation: int) -> EvalWorker:
         from rollout_server.worker.worker import Worker
 
-        return Worker(self._config, self._open_player(), buffer_address)
+        return Worker(self._config, self._open_player(), buffer_address, incarnation)
 
     def _open_player(self) -> ScoredPlayer:
         from rollout_server.rewards.base import open_gold_reward, open_rewards
@@ -258,7 +263,7 @@ class RolloutActor:
 class EvalActor(RolloutActor):
     """The process of an evaluation server, which never asks the buffer for slots."""
 
-    def _open_worker(self, buffer_address: str) -> EvalWorker:
+    def _open_worker(self, buffer_address: str, incarnation: int) -> EvalWorker:
         from rollout_server.worker.worker import EvalWorker
 
         return EvalWorker(self._config, self._open_player())

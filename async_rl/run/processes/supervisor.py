@@ -189,9 +189,8 @@ class Supervisor:
             url = self._urls[name] = await self._call_server(
                 name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
             )
-            if has_groups:
-                await self._abandon(name)  # again: a last request of the dead server may have reached the buffer since
-            connecting = actor.connect.remote(self._buffer_address, list(self._judge_urls.values()))
+            judge_urls = list(self._judge_urls.values())
+            connecting = actor.connect.remote(self._buffer_address, judge_urls, self._processes.starts[name])
             await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
             self._log.restarted(name, await self._join(name, url) if has_groups else None)
         if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
@@ -226,15 +225,18 @@ class Supervisor:
         return Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
 
     async def _abandon(self, name: str) -> int:
-        """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count."""
-        timeouts = self._config.timeouts
+        """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count.
+
+        From then on the buffer refuses what the dead server may still send.
+        """
+        timeouts, incarnation = self._config.timeouts, self._processes.starts[name] + 1
         restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
         while True:
             await self._changed.wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
             buffer: Any = self._buffer
             limit, what = timeouts.limit("buffer_s"), f"an answer about the groups of {name}"
             try:
-                return int(await self._processes.call("buffer", buffer.abandon.remote(name), limit, what))
+                return int(await self._processes.call("buffer", buffer.abandon.remote(name, incarnation), limit, what))
             except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
                 if self._buffer is buffer:
                     self._buffer = None

@@ -67,7 +67,7 @@ def test_a_buffer_that_crashed_continues_where_it_was_with_its_clients(tmp_path:
 
 def test_slots_whose_answer_was_lost_in_a_crash_are_granted_once(tmp_path: Path) -> None:
     config = journalled(tmp_path)
-    request = [pack_request("admit", 77, worker="rollout/0", max_groups=3, wait_s=1.0)]
+    request = [pack_request("admit", 77, worker="rollout/0", incarnation=1, max_groups=3, wait_s=1.0)]
     with serving_until_a_crash(config) as server:
         ask(server.address, [pack_request("served", 1, version=0)])
         lost = ask(server.address, request)

@@ -34,9 +34,10 @@ def with_worker(
     name: str = "rollout/0",
     timeouts: TimeoutsConfig = TIMEOUTS,
     keys: str = "",
+    incarnation: int = 1,
 ) -> Any:
     async def run() -> Any:
-        client = WorkerClient(address, name, timeouts, keys)
+        client = WorkerClient(address, name, timeouts, keys, incarnation)
         try:
             return await use(client)
         finally:
@@ -151,4 +152,4 @@ def ask(address: str, frames: list[bytes], wait_s: float = 5.0) -> dict[str, Any
 
 
 def put_frames(slot: Slot, worker: str = "rollout/0", **changes: Any) -> list[bytes]:
-    return [pack_request("put", 77, worker=worker), encode_group(make_group(slot, **changes))]
+    return [pack_request("put", 77, worker=worker, incarnation=1), encode_group(make_group(slot, **changes))]

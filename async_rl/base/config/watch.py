@@ -13,7 +13,7 @@ from async_rl.base.config.system import CheckpointConfig
 
 Comparison = Literal["above", "below", "share", "growth", "fall", "gold fall", "correlation"]
 """
-above        |mean of the window| > limit
+above        mean of the window > limit; of a window of one step, its absolute value
 below        mean of the window < limit
 share        mean of the window < limit x mean of the first window
 growth       median of the window > limit x mean of the 10 steps before it, while the mean reward rises
@@ -29,6 +29,7 @@ class Rule:
 
     name: str
     metric: str
+    """A metric of a step. Of the metrics of evaluations only eval/gold is compared, by gold fall and correlation."""
     window: int
     """Steps, or evaluations with gold rewards, over which the metric is averaged."""
     comparison: Comparison
@@ -36,7 +37,8 @@ class Rule:
     meaning: str
     advice: str
     acts: bool = False
-    """Whether watch.action follows when it breaks. The others only warn."""
+    """Whether watch.action follows when it breaks. The others only warn. Watcher._back_to must know the version to which
+    the run then goes back."""
 
 
 _OFF_POLICY = "Lower staleness.depth or learner.lr"

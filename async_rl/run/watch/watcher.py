@@ -269,8 +269,11 @@ class Watcher:
     def _back_to(self, trouble: Sequence[str]) -> int:
         """Return the version before the trouble."""
         gold = self._best_gold.version if self._best_gold else 0
-        found = {"reward": self._reward_version, "diversity": self._healthy, "reference_kl": self._marks[0]}
-        return min((found.get(name, gold) for name in trouble), default=self._version)
+        before = {
+            "reward": self._reward_version, "diversity": self._healthy, "reference_kl": self._marks[0],
+            "gold": gold, "correlation": gold,
+        }
+        return min((before[name] for name in trouble), default=self._version)
 
     @property
     def _marks(self) -> list[int]:

@@ -43,7 +43,7 @@ from buffer.client import LearnerClient
 from buffer.keys import own_keys
 from buffer.server import BufferServer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_rewards
@@ -96,7 +96,7 @@ class Rolled:
 
 async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> Rolled:
     """Run worker and buffer until a consumer, which trains nothing, has taken `batches` batches; return those."""
-    await asyncio.to_thread(SGLangAdmin(config, engine.url).flush_when_idle)  # earlier groups had the same numbers
+    await asyncio.to_thread(HttpAdmin(config, engine.url).flush_when_idle)  # earlier groups had the same numbers
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # gives slots for all
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
     server = BufferServer(config)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from async_rl.base.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.base.errors import WaitTimeoutError
 from rollout_server.engines.hf.engine import WeightEndpoints, replace_weights
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 
 START_S = 120.0
 END_S = 10.0
@@ -75,7 +75,7 @@ class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
             end(self.process)
             raise WaitTimeoutError(f"the benchmark waited {START_S:.0f} s for the weight receiver's address")
         self.url = self.process.stdout.readline().strip()
-        self._admin = SGLangAdmin(config, self.url)
+        self._admin = HttpAdmin(config, self.url)
 
     def version(self) -> int:
         return int(self._admin.score_tokens([0, 0, 0])[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.run_dir.checkpoints import TrainingState
-from async_rl.base.run_dir.log_ratios import LogRatioWriter, StepLogRatios, link_past
+from async_rl.base.run_dir.log_ratio_file import LogRatioWriter, StepLogRatios, link_past
 from async_rl.base.types import Batch
 from learner.packing import MicroBatch, MiniBatch
 
@@ -20,7 +20,7 @@ Answers = tuple[tuple[int, int], ...]
 class LogRatioRecorder:
     """Collects the log importance ratios (proximal - behaviour logprobs) of one rank's trained tokens during a step.
 
-    After the step `write` has a thread write them to files, which async_rl/base/run_dir/log_ratios.py describes.
+    After the step `write` has a thread write them to files, which async_rl/base/run_dir/log_ratio_file.py describes.
 
     Args:
         resumed: the state that the run resumes from; the files of its earlier steps are linked. None for a new run.

@@ -33,7 +33,7 @@ RELEASED = ("weights", "kv_cache")
 """The memory that a server can release. To release CUDA graphs too, SGLang would need non-default graphs."""
 
 
-class SGLangAdmin:
+class HttpAdmin:
     """The `ServerAdmin` of an SGLang server. Each method sends one HTTP request and waits for the response."""
 
     def __init__(self, config: Config, url: str) -> None:
@@ -157,7 +157,7 @@ class SGLangAdmin:
         found = self.ask("POST", "/weights_checker", {"action": VALUE_SUMS})["ranks"][0]["checksums"]
         return float(found["values"]), float(found["sizes"])
 
-    def weight_sums(self) -> dict[str, str]:
+    def sums_of_weights(self) -> dict[str, str]:
         """Return a checksum of each weight's bits: {the server's name of the weight: checksum}. See parcels.py.
 
         If the server spans several GPUs, only the weights of its first rank are included.

@@ -47,4 +47,4 @@ def test_each_server_is_administered_by_the_admin_of_its_engine() -> None:
     config = load(*MIXED, "weight_sync.transport=gloo")
     publisher = open_publisher(config, [f"http://127.0.0.1:{port}" for port in (1, 2, 3)], 0, torch.device("cpu"))
     kinds = [type(publisher.members.admin(name)).__name__ for name in publisher.members.names]
-    assert kinds == ["StagingSGLangAdmin", "VLLMAdmin", "StagingSGLangAdmin"]
+    assert kinds == ["SGLangAdmin", "VLLMAdmin", "SGLangAdmin"]

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
-from async_rl.base.run_dir.log_ratios import FOLDER
+from async_rl.base.run_dir.log_ratio_file import FOLDER
 from async_rl.pipeline import run
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.tiny_model import character_tokenizer

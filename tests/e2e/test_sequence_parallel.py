@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
-from async_rl.base.run_dir.log_ratios import FOLDER
+from async_rl.base.run_dir.log_ratio_file import FOLDER
 from async_rl.pipeline import run
 from tests.kit.runs import logged
 

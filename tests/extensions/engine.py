@@ -9,7 +9,7 @@ from async_rl.base.config.section import section
 from async_rl.base.seams import EngineEntry
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 
 
 @section("rollout.params")
@@ -36,6 +36,6 @@ class CountingEngine(HFEngine):
 
 
 COUNTING = EngineEntry(
-    open=CountingEngine, open_admin=SGLangAdmin, update_policies=("in_place", "retract"), receives=("folder",),
+    open=CountingEngine, open_admin=HttpAdmin, update_policies=("in_place", "retract"), receives=("folder",),
     computes_in_worker=True, settings=CountingSettings,
 )

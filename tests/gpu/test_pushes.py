@@ -67,7 +67,7 @@ def test_a_server_holds_the_learners_weights_after_each_push(
             if parcels is None:
                 whole = {name: tensor.cpu() for name, tensor in full_parameters(updater.policy, dtype)}
                 admin: Any = publisher.members.admin("rollout/0")
-                assert admin.weight_sums() == expected_sums("sglang", whole, dtype)
+                assert admin.sums_of_weights() == expected_sums("sglang", whole, dtype)
             check_agreement(f"{form} by {transport}", updater, generated(server, config), note)
         publisher.close()
     finally:

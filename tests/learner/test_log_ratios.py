@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.config import AlgorithmConfig, RunConfig
-from async_rl.base.run_dir.log_ratios import FOLDER, read_log_ratios
+from async_rl.base.run_dir.log_ratio_file import FOLDER, read_log_ratios
 from async_rl.base.types import Batch
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.updater import Updater

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.base.config.loading import load_config
-from async_rl.base.run_dir.log_ratios import (
+from async_rl.base.run_dir.log_ratio_file import (
     FOLDER,
     MAX_WAITING,
     LogRatioWriter,

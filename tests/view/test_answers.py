@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.base.run_dir.log_ratios import RowLogRatios
+from async_rl.base.run_dir.log_ratio_file import RowLogRatios
 from async_rl.base.types import Group
 from async_rl.tools.view.answers import answer_parts, episode_facts, version_shares
 from async_rl.tools.view.token_texts import TokenTexts, called_tools, find_tokenizer

@@ -37,8 +37,8 @@ class Rule:
     meaning: str
     advice: str
     acts: bool = False
-    """Whether watch.action follows when it breaks. The others only warn. Watcher._back_to must know the version to which
-    the run then goes back."""
+    """Whether watch.action follows when it breaks. The others only warn. Watcher._back_to names the version to go back
+    to."""
 
 
 _OFF_POLICY = "Lower staleness.depth or learner.lr"

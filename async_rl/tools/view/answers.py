@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from async_rl.base.run_dir.log_ratios import RowLogRatios
+from async_rl.base.run_dir.log_ratio_file import RowLogRatios
 from async_rl.base.types import Group, Row
 from async_rl.tools.view.token_texts import TokenTexts, called_tools
 

@@ -34,7 +34,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_rl.base.errors import AsyncRLError, ConfigError
-from async_rl.base.run_dir.log_ratios import read_log_ratios
+from async_rl.base.run_dir.log_ratio_file import read_log_ratios
 from async_rl.base.telemetry.plots import STATE_COLORS
 from async_rl.tools.view.answers import answer_parts, legend, sibling
 from async_rl.tools.view.journal_reader import PAGE_ROWS

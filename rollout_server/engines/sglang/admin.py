@@ -11,7 +11,7 @@ import pickle
 from typing import TYPE_CHECKING
 
 from async_rl.base.config import Config
-from rollout_server.engines.http_admin import SGLangAdmin, update_fields
+from rollout_server.engines.http_admin import HttpAdmin, update_fields
 
 if TYPE_CHECKING:
     from async_rl.base.weights.broadcast import BucketAnnouncer
@@ -25,10 +25,10 @@ _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 """An empty list of tensors, in SGLang's form."""
 
 
-class StagingSGLangAdmin(SGLangAdmin):
-    """An SGLangAdmin for weight_sync.double_buffer: sends weights during generation and swaps them in during a pause.
+class SGLangAdmin(HttpAdmin):
+    """An HttpAdmin for weight_sync.double_buffer: sends weights during generation and swaps them in during a pause.
 
-    Without double_buffer it is a plain SGLangAdmin.
+    Without double_buffer it is a plain HttpAdmin.
     """
 
     def __init__(self, config: Config, url: str) -> None:

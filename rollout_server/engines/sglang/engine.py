@@ -26,7 +26,7 @@ from async_rl.base.models_and_data.experts import Experts, recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from async_rl.base.types import RoutingArray
 from rollout_server.engines.base import GenerationRequest, Load
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key
 from rollout_server.engines.sglang.launch import server_flags, sglang_process, support_ids
 
@@ -47,7 +47,7 @@ class SGLangEngine(HttpEngine):
         self.num_layers = int(model.num_hidden_layers)
         self.forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         if url := self._config.rollout.server_url:
-            admin = SGLangAdmin(self._config, url)
+            admin = HttpAdmin(self._config, url)
             if self._config.records_support:
                 self.support_ids = support_ids(self._config, self.vocab_size)
             await asyncio.to_thread(attach_server, admin, self._config, self.support_ids)
@@ -99,7 +99,7 @@ class SGLangEngine(HttpEngine):
         return Load(min(running, slots), slots, sum(rank.get("max_total_num_tokens", 0) for rank in ranks))
 
 
-def attach_server(admin: SGLangAdmin, config: Config, support_ids: int = 0) -> None:
+def attach_server(admin: HttpAdmin, config: Config, support_ids: int = 0) -> None:
     """Reset a running server: end its requests, load the weights of model.path as version 0, and empty its cache.
 
     Args:

@@ -32,7 +32,7 @@ from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.network import api_key
 from async_rl.base.seams.lookup import doc_page
 from rollout_server.engines.base import graph_replies, kv_token_bytes, kv_tokens
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from rollout_server.engines.sglang import import_stubs
 from rollout_server.engines.sglang.admin import BASE_VARIABLE, SWAP
@@ -288,9 +288,9 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
 
     def is_ready(url: str) -> bool:
         """Return whether the server at `url` is ready and this one, not another run's. If so, freeze its objects, see
-        `SGLangAdmin.freeze_garbage_collection`.
+        `HttpAdmin.freeze_garbage_collection`.
         """
-        admin = SGLangAdmin(config, url)
+        admin = HttpAdmin(config, url)
         with suppress(WeightSyncError, WaitTimeoutError):
             if admin.has_started() and admin.serves_model(identity):
                 admin.freeze_garbage_collection()

@@ -109,7 +109,7 @@ def unloaded(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def weight_sums(model: nn.Module) -> dict[str, str]:
+def sums_of_weights(model: nn.Module) -> dict[str, str]:
     """Return a checksum of each parameter's bits: {name: checksum}. SGLang's own checksums need a GPU."""
     return {name: str(checksum(parameter.detach().cpu().contiguous())) for name, parameter in model.named_parameters()}
 
@@ -120,7 +120,7 @@ def _value_sums(model: nn.Module) -> dict[str, str]:
 
 
 _FOUND: dict[str, Callable[[nn.Module], dict[str, str]]] = {
-    UNLOADED: lambda model: dict.fromkeys(unloaded(model), "nan"), SUMS: weight_sums, VALUE_SUMS: _value_sums,
+    UNLOADED: lambda model: dict.fromkeys(unloaded(model), "nan"), SUMS: sums_of_weights, VALUE_SUMS: _value_sums,
 }
 """For each action of the weight checker: the function that computes its result from the model."""
 

@@ -13,7 +13,7 @@ import torch
 from async_rl.base.config import Config, NetworkConfig, TimeoutsConfig
 from benchmarks.weight_receiver import START_S, ReceiverProcess, TensorEngine, tensor_names
 from rollout_server.engines.hf.engine import WeightEndpoints
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from tests.kit.forked import forked
 
 NUM_ELEMENTS = 512 * 512
@@ -31,7 +31,7 @@ class ForkedReceiver(ReceiverProcess):
         self.forked.start()
         assert self._pipe.poll(START_S), "the receiver does not start"
         self.url: str = self._pipe.recv()
-        self._admin = SGLangAdmin(config, self.url)
+        self._admin = HttpAdmin(config, self.url)
 
     def kill(self) -> None:
         self.forked.kill()

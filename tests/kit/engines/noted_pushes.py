@@ -42,7 +42,7 @@ class NotingTransport(BroadcastTransport):
 
     def _sums(self, name: str) -> dict[str, str]:
         admin: Any = self.members.admin(name)
-        sums: dict[str, str] = admin.weight_sums()
+        sums: dict[str, str] = admin.sums_of_weights()
         return sums
 
 

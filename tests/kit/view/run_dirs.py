@@ -13,7 +13,7 @@ import numpy as np
 
 from async_rl.base.config.loading import dump_config, load_config
 from async_rl.base.messages.codec import encode_group
-from async_rl.base.run_dir.log_ratios import LogRatioWriter, StepLogRatios
+from async_rl.base.run_dir.log_ratio_file import LogRatioWriter, StepLogRatios
 from async_rl.base.telemetry.status import Status, write_status
 from async_rl.base.telemetry.timeline import ChromeTrace, Span
 from async_rl.base.types import EpisodeFacts, Group, Row

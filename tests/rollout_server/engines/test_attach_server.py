@@ -13,7 +13,7 @@ from aiohttp import web
 
 from async_rl.base.config import Config, TimeoutsConfig, WeightSyncConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.sglang.engine import attach_server
 from tests.kit.configs import changed, make_config
 from tests.kit.tiny_moe import save_moe
@@ -38,7 +38,7 @@ async def attach(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        admin = SGLangAdmin(config, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        admin = HttpAdmin(config, f"http://127.0.0.1:{runner.addresses[0][1]}")
         await asyncio.to_thread(attach_server, admin, config, support_ids)
     finally:
         await runner.cleanup()
@@ -84,4 +84,4 @@ def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> 
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s"):
-            attach_server(SGLangAdmin(config, url), config)
+            attach_server(HttpAdmin(config, url), config)

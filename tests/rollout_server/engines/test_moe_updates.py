@@ -97,7 +97,7 @@ def test_sglang_serves_the_learners_experts_after_each_push(
         expected = expected_sums("sglang", dict(to_checkpoint(model, model.named_parameters())), torch.float32)
         assert {"model.layers.1.mlp.experts.w13_weight", "model.layers.1.mlp.experts.w2_weight"} < expected.keys()
         admin: Any = publisher.members.admin("rollout/0")
-        assert admin.weight_sums() == expected
+        assert admin.sums_of_weights() == expected
     assert [share < 0.15 for share in shares] == [False, form == "delta", form == "delta"]
     publisher.close()
 

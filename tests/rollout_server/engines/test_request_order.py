@@ -12,7 +12,7 @@ from aiohttp import web
 
 from async_rl.base.config import Config
 from rollout_server.engines.base import Purpose
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from rollout_server.engines.vllm.engine import VLLMEngine
@@ -61,7 +61,7 @@ def test_baselines_queue_with_their_groups_evaluations_behind_and_probes_before_
         engine = (SGLangEngine if name == "sglang" else VLLMEngine)(config, 0, tmp_path)
         engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         engine.vocab_size, engine.end_tokens, engine.forbidden = 200, [2], []  # type: ignore[union-attr]
-        admin: Any = (SGLangAdmin if name == "sglang" else VLLMAdmin)(config, engine.url)
+        admin: Any = (HttpAdmin if name == "sglang" else VLLMAdmin)(config, engine.url)
         try:
             async with aiohttp.ClientSession() as engine.session:
                 for purpose, version in asked:

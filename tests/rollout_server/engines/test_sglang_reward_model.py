@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from learner.models.reward_model import RewardRow
 from learner.stages.reward_training import Comparison, RewardData, train_reward_model
-from rollout_server.engines.http_admin import SGLangAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.sglang.launch import server_flags, sglang_process
 from tests.kit.configs import make_config, server_config
 from tests.kit.models import save_tiny_model
@@ -41,7 +41,7 @@ def test_sglang_gives_the_outputs_of_transformers(tmp_path: Path) -> None:
         await server.start()
         try:
             return await asyncio.to_thread(
-                SGLangAdmin(config, server.url).ask, "POST", "/classify", {"input_ids": rows}
+                HttpAdmin(config, server.url).ask, "POST", "/classify", {"input_ids": rows}
             )
         finally:
             await server.aclose()

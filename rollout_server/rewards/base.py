@@ -3,8 +3,8 @@
     task.reward    one reward: a name in REWARDS, or `module:name`. Empty: the task's own
     task.rewards   several, each with a name, a weight and settings; their weighted sum is the reward of an answer
 
-`module:name` is a function, called as `function(question, response)` with the `Question` and the text of the response
-without special tokens, or a `Reward`, which declares more (rollout_server/rewards/contract.py).
+`module:name` is one of two things: a function, called as `function(question, response)` with the `Question` and the
+text of the response without special tokens, or a `Reward`, which declares more (rollout_server/rewards/contract.py).
 """
 
 from __future__ import annotations
@@ -34,51 +34,54 @@ REWARDS = {
     "judge_pairwise": "rollout_server.rewards.judge:JUDGE_PAIRWISE",
     "judge_listwise": "rollout_server.rewards.judge:JUDGE_LISTWISE",
 }
-"""[name in the configuration] the place of a built-in reward, which is imported when it is used."""
+"""The code of each built-in reward, as `module:name`, by its name in the configuration. It is imported when it is used.
+"""
 _COMPARING = ("judge_pairwise", "judge_listwise")
 """The rewards that compare the answers of a group."""
 _ARGUMENTS = {"answer": ("question", "response"), "episode": ("question", "episode"), "group": ("question", "episodes")}
 
 
 class Verifier(Protocol):
-    """A task as `open_rewards` needs it. Its `verify` scores a response if no reward is named.
+    """What `open_rewards` needs of a task: its `verify` scores a response if the configuration names no reward.
 
     A task may also have `own_reward()`, which returns a Reward with more declarations.
     """
 
     def verify(self, question: Question, response: str) -> Any:
-        """Return the task's own reward of a response, if no reward is named. Must be thread-safe."""
+        """Return the task's own reward of a response. It must be thread-safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """A reward of a run, as the configuration has it."""
+    """One of a run's rewards, with its name, weight and limits from the configuration."""
 
     name: str = "task"
     weight: float = 1.0
     weights: Mapping[str, float] = field(default_factory=dict)
-    """The weights of further numbers that it returns, by their names."""
+    """The weights of further numbers that the reward returns, by their names."""
     reward: Reward
     settings: Any = None
     timeout_s: float
     limit: str = "timeouts.reward_s"
-    """The configuration key of `timeout_s`, or words for it where there is none."""
+    """Where `timeout_s` comes from, for error messages: a configuration key, or words if no key sets it."""
     concurrency: int = 0
-    """The most simultaneous calls of a worker; 0: MAX_THREADS or MAX_TASKS."""
+    """The most simultaneous calls in a worker; 0: MAX_THREADS or MAX_TASKS."""
     identity: bytes = b""
-    """A digest of its code and settings, for the keys of its cached verdicts; empty: none is cached."""
+    """A digest of the reward's code and settings, part of the keys of cached verdicts. Empty: verdicts are not cached.
+    """
     logs_score: bool = False
-    """Whether its score is logged by its name. False for the only reward of a run: its score is the run's reward."""
+    """Whether the score is logged under the reward's name. False for the only reward of a run, whose score is the
+    run's."""
     about: str = ""
-    """The words of `async-rl status` on it."""
+    """What `async-rl status` says about the reward."""
 
     def at_once(self, function: Score) -> int:
-        """Return the most simultaneous calls of this reward's function."""
+        """Return the most simultaneous calls of the reward's function."""
         return self.concurrency or (MAX_TASKS if is_async(function) else MAX_THREADS)
 
 
 def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
-    """Return the rewards of the configuration; () if the environment or the agent gives all of them.
+    """Return the rewards that the configuration names; () if the environment or the agent gives all rewards.
 
     Raises:
         ConfigError: there is no such reward, it takes other arguments or settings, or it does not suit the algorithm.
@@ -87,7 +90,11 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
 
 
 def _opened(config: Config, task: Verifier, rewards: Sequence[RewardConfig], of: str) -> tuple[NamedReward, ...]:
-    """Return the rewards that the setting `of` names: task.rewards, or a key of a single one."""
+    """Return the rewards with these settings.
+
+    Args:
+        of: the configuration key that lists them: `task.rewards`, or the key of a single reward.
+    """
     found, is_list = [], of == "task.rewards"
     for index, each in enumerate(rewards):
         key = f"{of}[{index}]" if is_list else of
@@ -122,7 +129,8 @@ def _opened(config: Config, task: Verifier, rewards: Sequence[RewardConfig], of:
 
 
 def _check_evaluations(config: Config, task: Verifier, of: RewardConfig, key: str) -> None:
-    """Check that a judge that compares answers gets several of them in an evaluation, unless its weight is 0."""
+    """Raise ConfigError if a judge compares answers but an evaluation has only one per prompt, unless its weight is 0.
+    """
     compares = of.reward in _COMPARING and bool(of.weight or of.weights)
     if compares and config.eval.num_prompts and config.eval.samples_per_prompt == 1:
         prompts: list[Any] = getattr(task, "eval_prompts", list)()
@@ -134,7 +142,7 @@ def _check_evaluations(config: Config, task: Verifier, of: RewardConfig, key: st
 
 
 def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
-    """Return the reward that eval.gold_reward names, `task` being the task's own; () if it is empty.
+    """Return the reward that eval.gold_reward names, in a tuple; () if it is empty. `task` stands for the task's own.
 
     Raises:
         ConfigError: there is no such reward, it does not suit the run as in `open_rewards`, it is a rule that can't
@@ -155,7 +163,7 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
 
 
 def _check_held_out(config: Config, task: Verifier) -> None:
-    """Check that the gold reward, if it is a rule, can read the right answers of the held-out questions."""
+    """Raise ConfigError if the gold reward is a rule that can't read the right answer of a held-out question."""
     from rollout_server.rewards.rules import check_reference, rule_for_source
 
     name = config.eval.gold_reward
@@ -168,19 +176,23 @@ def _check_held_out(config: Config, task: Verifier) -> None:
 
 
 def is_async(function: Score) -> bool:
-    """Return whether a function is an `async def`, or an object whose `__call__` is one."""
+    """Return whether a function is an `async def`, or an object with an `async def __call__`."""
     called = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def _own_reward(task: Verifier) -> Reward:
-    """Return the reward that the task declares, or else its `verify` as a reward."""
+    """Return the reward that the task declares. If it declares none, return a reward that calls its `verify`."""
     declared: Callable[[], Reward] | None = getattr(task, "own_reward", None)
     return declared() if declared else Reward(function=task.verify, concurrency=num_children())
 
 
 def _find_reward(name: str, key: str) -> Reward:
-    """Return the entry of REWARDS, or the Reward or function of the user's that `module:name` is."""
+    """Return the built-in reward `name`, or import the user's Reward or function if `name` is `module:name`.
+
+    Args:
+        key: the configuration key that has the name, for error messages.
+    """
     found: Any = import_object(name if ":" in name else find_entry(REWARDS, name, key), key)
     if isinstance(found, Reward):
         return found

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from async_rl.base.config import Config
 
 Score = Callable[..., Any]
-"""A function that scores, `def` or `async def`. It takes the question and what the reward is `of`, and the settings
-if there are any; it returns a number, a RewardResult, a mapping with `score`, or None. One of a group returns a list of
-these."""
+"""A scoring function, `def` or `async def`. Its arguments are the question, what is scored (see Reward.of), and
+`settings` if there are any. It returns a number, a RewardResult, a mapping with `score`, or None. For a group it
+returns a list of these."""
 
 Of = Literal["answer", "episode", "group"]
 
@@ -28,20 +28,20 @@ class RewardResult:
     """A verdict with metrics, or the reason why there is none."""
 
     score: float | None
-    """The reward; None: no verdict. The answer then leaves its group, and is never trained on as if it were wrong."""
+    """The reward. None: there is no verdict; the answer leaves its group, and is not trained on as if it were wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log, as reward/<name of the reward>/<name>."""
     reason: str = ""
-    """Why there is no verdict, in a sentence."""
+    """Why there is no verdict, as a sentence."""
     is_final: bool = True
-    """False: the same input may get another verdict, so this one is not cached."""
+    """False: the same input may get another verdict next time, so this one is not cached."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """The cost of the call, such as tokens: numbers that are summed and logged as scoring/<name of the reward>/<its
-    name>. A cached verdict costs nothing."""
+    """The cost of the call, such as tokens. These numbers are summed and logged as scoring/<name of the
+    reward>/<name>. A cached verdict costs nothing."""
 
 
 class CallLimits(NamedTuple):
-    """The limits of the calls of a reward in one worker, unless the configuration of the reward has others."""
+    """The limits of a reward's calls in one worker. The configuration of the reward may override them."""
 
     timeout_s: float
     """How long one call may take."""
@@ -51,38 +51,40 @@ class CallLimits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward with its declarations. It has one of `function` and `open`.
+    """A reward with its declarations. Exactly one of `function` and `open` is set.
 
     Raises:
-        ValueError: it has both or none of the two, is a function of its input but not of an answer, or a field has a
-            value that is not allowed.
+        ValueError: both or neither is set, `is_function_of_input` is set for a reward of something else than an answer,
+            or a field has a value that is not allowed.
     """
 
     function: Score | None = None
     open: Callable[[Config, Any], AbstractAsyncContextManager[Score]] | None = None
-    """Opens what the reward needs, once in each worker, given the configuration and the settings, and yields the
-    function, which then takes no settings."""
+    """Called once in each worker with the configuration and the settings. Returns a context that opens what the
+    reward needs and yields the scoring function, which then takes no settings."""
     of: Of = "answer"
-    """The second argument: the text of one answer, one Episode, or the list of the Episodes of a group."""
+    """What is scored, the function's second argument: the text of one answer, one Episode, or a list of a group's
+    Episodes."""
     settings: Any = None
-    """The class of its settings, made by async_rl.base.config.section.section; None: it has none."""
+    """The class of the reward's settings, made by async_rl.base.config.section.section. None: it has no settings."""
     is_function_of_input: bool = False
-    """Whether the same question, answer and settings always give the same verdict, which may then be cached."""
+    """Whether the same question, answer and settings always give the same verdict. Only then verdicts may be cached."""
     inputs: Callable[[Config], Any] | None = None
-    """Returns further parts of the configuration that change a cached verdict, as in JSON; None: no others."""
+    """Returns further parts of the configuration on which cached verdicts depend, as plain JSON values. None: no
+    others."""
     modules: tuple[str, ...] = ()
-    """The names of further modules whose code changes a cached verdict, besides the function's own. A package counts
-    with all of its modules."""
+    """Further modules on whose code cached verdicts depend, besides the function's own module. A package stands for
+    all its modules."""
     concurrency: int = 0
-    """The most simultaneous calls of a worker; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
+    """The most simultaneous calls in a worker. 0: MAX_THREADS for a `def`, MAX_TASKS for an `async def`."""
     limits: Callable[[Config, Any], CallLimits] | None = None
-    """Returns the limits of its calls, given the configuration and the settings; None: timeouts.reward_s and
+    """A function from the configuration and the settings to the limits of a call. None: timeouts.reward_s and
     `concurrency`."""
     check: Callable[[Config, Any, float, str], None] | None = None
-    """Checks before a run starts that the reward can work on this machine; raises ConfigError if not. It gets the
-    configuration, the settings, the time limit of a call in seconds, and the key of the reward."""
+    """Called before a run starts; raises ConfigError if the reward can't work on this machine. Its arguments are the
+    configuration, the settings, the time limit of a call in seconds, and the configuration key of the reward."""
     describe: Callable[[Config, Any], str] | None = None
-    """Returns the words of `async-rl status` about it, given the configuration and the settings."""
+    """A function from the configuration and the settings to what `async-rl status` says about the reward."""
 
     def __post_init__(self) -> None:
         near = difflib.get_close_matches(str(self.of), get_args(Of), n=1)
@@ -109,18 +111,18 @@ def _check_field(name: str, got: object, is_allowed: bool, allowed: str, hint: s
 
 
 _FIELDS = (("metrics", Mapping, "a mapping"), ("reason", str, "a text"), ("counts", Mapping, "a mapping"))
-"""The name and the type of fields of a RewardResult, and the words for what they must be."""
+"""For each checked field of a RewardResult: its name, its type, and a description of that type for errors."""
 
 
 def read_verdict(value: Any) -> RewardResult:
-    """Return what a reward function returned for one answer as a RewardResult whose numbers are finite floats.
+    """Convert the return value of a reward function, for one answer, to a RewardResult whose numbers are finite floats.
 
-    A mapping with `score`, as verl's rewards return it, is a verdict whose other numbers are metrics; its texts and
-    Nones, such as the answer that was found, are left out.
+    A mapping with `score`, as verl's rewards return it, becomes a verdict with the mapping's other numbers as metrics.
+    Its texts and Nones, such as the answer that was found, are left out.
 
     Raises:
-        RewardError: it is neither a finite number nor a RewardResult, nor a mapping with `score`, nor None, a metric
-            can't be logged, or a field of the RewardResult has another type than it must.
+        RewardError: the value is none of a finite number, a RewardResult, a mapping with `score`, and None; or a metric
+            can't be logged, or a field of the RewardResult has a wrong type.
     """
     if value is None:
         return RewardResult(None)

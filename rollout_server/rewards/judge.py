@@ -1,6 +1,6 @@
 """The rewards judge, judge_pairwise and judge_listwise: a language model scores, compares or ranks answers.
 
-The judge answers chats at one or several endpoints like OpenAI's. `JudgeClient` waits out their outages:
+The judge answers chats at one or several endpoints like OpenAI's. `JudgeClient` handles their failures:
 
     408, 425, 429, 5xx, a broken   the request is sent again, to another endpoint if there is one, for judge.patience_s
     connection, a timeout, a       after its first failure; then there is no verdict. The pauses double, and are at
@@ -8,7 +8,7 @@ The judge answers chats at one or several endpoints like OpenAI's. `JudgeClient`
     401, 403, 404, 405             the reward fails, because every request would
     another 4xx                    no verdict on this answer, for example because it is too long for the model
 
-An answer without a readable verdict has no verdict. It is never trained on as if it were wrong.
+If the judge's reply can't be read, the answer has no verdict. It is never trained on as if it were wrong.
 """
 
 from __future__ import annotations
@@ -52,40 +52,41 @@ Counts = dict[str, float]
 Result = TypeVar("Result")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-"""The mean pause after the first failure of a request, and the longest one."""
+"""The mean pause after the first failure of a request, and the longest pause."""
 _PASSING = (408, 425, 429)
 """The HTTP statuses below 500 after which the same request may succeed."""
 _HOPELESS = (401, 403, 404, 405)
-"""The HTTP statuses that every request would get."""
+"""The HTTP statuses after which no request can succeed."""
 _REASON = {"reason": {"type": "string"}}
 
 
 @section("task.rewards.params")
 class AskingSettings:
-    """The settings that all rewards of a judge have."""
+    """The settings that all judge rewards share."""
 
     prompt: str = ""
-    """The prompt. {question} and {reference}, the right answer, are replaced; other braces stay. Empty: a plain one."""
+    """The judge's prompt. {question} and {reference}, the right answer, are replaced; other braces stay. Empty: a
+    default."""
     system: str = ""
-    """The system message before it. Nothing is replaced in it."""
+    """The judge's system message. Nothing is replaced in it."""
     max_tokens: PositiveInt = 1024
-    """The longest reply of the judge, with its thoughts."""
+    """The longest reply of the judge, including its thinking."""
     temperature: NonNegativeFloat = 0.0
     """The sampling temperature of the judge."""
     structured: bool = True
-    """Ask for JSON by a schema (response_format). false for endpoints that refuse that."""
+    """Ask for JSON with a schema (response_format). Set false for endpoints that do not support it."""
     body: Section[dict[str, Any]] = field(default_factory=dict)
-    """Further fields of a request, such as {chat_template_kwargs: {enable_thinking: false}}."""
+    """Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}."""
 
 
 @section("task.rewards.params")
 class ScoreSettings(AskingSettings):
-    """The settings of the reward `judge`, whose prompt has a place for {answer}."""
+    """The settings of the reward `judge`. Its prompt must contain {answer}."""
 
     low: float = 0.0
-    """The lowest score. It is the reward 0."""
+    """The judge's lowest score, which becomes the reward 0."""
     high: float = 10.0
-    """The highest score. It is the reward 1."""
+    """The judge's highest score, which becomes the reward 1."""
 
     def __post_init__(self) -> None:
         check(self.low < self.high, "task.rewards.params.high", self.high, f"more than low = {self.low:g}")
@@ -93,31 +94,33 @@ class ScoreSettings(AskingSettings):
 
 @section("task.rewards.params")
 class PairSettings(AskingSettings):
-    """The settings of the reward `judge_pairwise`, whose prompt has places for {answer_a} and {answer_b}."""
+    """The settings of the reward `judge_pairwise`. Its prompt must contain {answer_a} and {answer_b}."""
 
     opponents: NonNegativeInt = 0
-    """The other answers of its group that each is compared with, at least; 0: all. Each comparison is two requests."""
+    """How many other answers of its group each answer is compared with, at least; 0: all. A comparison takes two
+    requests."""
 
 
 @section("task.rewards.params")
 class ListSettings(AskingSettings):
-    """The settings of the reward `judge_listwise`, whose prompt has a place for {answers}."""
+    """The settings of the reward `judge_listwise`. Its prompt must contain {answers}."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """A reply and its cost, or the reason why there is none."""
+    """The judge's reply and its cost, or the reason why there is no reply."""
 
     text: str | None = None
     reason: str = ""
     is_cut_off: bool = False
-    """Whether it ended at max_tokens."""
+    """Whether the reply ended at max_tokens."""
     counts: dict[str, float] = field(default_factory=dict)
-    """requests, retries, prompt_tokens, completion_tokens, and limited_s, the seconds that the rate limit took."""
+    """Counts of requests, retries, prompt_tokens and completion_tokens, and limited_s, the seconds spent on the rate
+    limit."""
 
 
 class _RefusedError(Exception):
-    """A reply with an HTTP status of 400 or more."""
+    """An endpoint replied with HTTP status 400 or above."""
 
     def __init__(self, status: int, text: str, retry_after: str) -> None:
         super().__init__(f"HTTP {status}: {text[:300]}")
@@ -129,11 +132,11 @@ class _RefusedError(Exception):
 
 
 class JudgeClient:
-    """Asks the endpoints of `judge` in one event loop, at most judge.concurrency requests at a time.
+    """Sends requests to the judge's endpoints from one event loop, at most judge.concurrency at a time.
 
     Args:
-        session: sends requests with the key.
-        per_minute: the most requests in a minute; 0: no limit.
+        session: an HTTP session that sends the API key.
+        per_minute: the most requests per minute; 0: no limit.
     """
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, per_minute: float) -> None:
@@ -147,9 +150,10 @@ class JudgeClient:
         """[address] the requests that are under way."""
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
-        """Return the reply to the body of a chat completion.
+        """Send a chat completion with this body, and return the reply.
 
-        RewardError: no request can succeed.
+        Raises:
+            RewardError: no request can succeed, see _HOPELESS.
         """
         patience_s, clock = self._judge.patience_s, asyncio.get_running_loop().time
         deadline_s: float | None = None
@@ -190,7 +194,7 @@ class JudgeClient:
         return JudgeReply(reason=reason, counts=counts)
 
     async def _wait_for_rate(self) -> float:
-        """Wait until the rate has room for a request; returns for how many seconds."""
+        """Wait until the rate limit allows a request; return the seconds waited."""
         if self._rate is None:
             return 0.0
         clock = asyncio.get_running_loop().time
@@ -199,7 +203,7 @@ class JudgeClient:
         return clock() - began_s
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """Return the JSON of one reply."""
+        """Send one chat completion to an endpoint, and return the JSON of its reply."""
         self._open[url] += 1
         try:
             model = self._judge.model or self._models.get(url) or await self._first_model(url)
@@ -225,9 +229,10 @@ class JudgeClient:
 
 @asynccontextmanager
 async def open_client(config: Config, per_minute: float) -> AsyncIterator[JudgeClient]:
-    """Open the client of one reward of one worker.
+    """A context with the client of one reward in one worker.
 
-    ConfigError: there is no endpoint, or the variable of its key is not set.
+    Raises:
+        ConfigError: there is no endpoint, or the environment variable with its key is not set.
     """
     judge, variable = config.judge, config.judge.api_key_variable
     if not judge.urls:
@@ -246,7 +251,8 @@ async def open_client(config: Config, per_minute: float) -> AsyncIterator[JudgeC
 
 
 def _read(answered: Any, counts: dict[str, float]) -> JudgeReply:
-    """Return the text of a chat completion. Its content may be a list of parts, some of them texts."""
+    """Return the text of a chat completion, with `counts` extended by its tokens. The content may be a list of parts.
+    """
     try:
         choice = answered["choices"][0]
         content = choice["message"]["content"] or ""
@@ -260,13 +266,13 @@ def _read(answered: Any, counts: dict[str, float]) -> JudgeReply:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Asks a client as the settings say."""
+    """Asks a judge with one reward's settings. Its three methods are the functions of the three rewards."""
 
     client: JudgeClient
     settings: Any
 
     async def score(self, question: Question, response: str) -> RewardResult:
-        """Return the judge's score of an answer, from 0 to 1."""
+        """Return the judge's score of an answer, scaled to 0..1."""
         low, high = self.settings.low, self.settings.high
         values = {**values_of(question), "answer": response, "low": f"{low:g}", "high": f"{high:g}"}
         wanted = {**_REASON, "score": {"type": "number", "minimum": low, "maximum": high}}
@@ -276,9 +282,9 @@ class Judge:
         return RewardResult((value - low) / (high - low), counts=counts)
 
     async def compare(self, question: Question, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return for each answer the share of its comparisons that it wins, a tie being half of one.
+        """Return for each answer the share of its comparisons that it wins. A tie counts as half a win.
 
-        Each pair is shown in both orders. If the two verdicts contradict each other, it is a tie.
+        The judge sees each pair in both orders. If its two verdicts contradict each other, it is a tie.
         """
         answers = [episode.answer for episode in episodes]
         pairs = pairs_of(len(answers), self.settings.opponents)
@@ -296,9 +302,9 @@ class Judge:
         ], total)
 
     async def rank(self, question: Question, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return the place of each answer in its group, from 0 for the last to 1 for the best.
+        """Return the rank of each answer in its group, from 0 for the worst to 1 for the best.
 
-        It is the mean of two rankings, for which the answers are shown in opposite orders.
+        It is the mean of two rankings, for which the judge sees the answers in opposite orders.
         """
         answers, size = [episode.answer for episode in episodes], len(episodes)
         if size < 2:
@@ -314,7 +320,10 @@ class Judge:
         return _with_counts([RewardResult(score) for score in scores], summed([total, {"disagreed": float(differ)}]))
 
     async def _meet(self, question: Question, first: str, second: str) -> tuple[float | None, Counts, str]:
-        """Return 1 if the first of two answers is better, 0 if the second is, 0.5 for a tie; None: no verdict."""
+        """Compare two answers. Returns (result, costs, why there is no verdict).
+
+        The result is 1 if the first is better, 0 if the second is, 0.5 for a tie, None for no verdict.
+        """
         if first == second:
             return 0.5, {}, ""
         wanted = {**_REASON, "better": {"type": "string", "enum": ["A", "B", "tie"]}}
@@ -332,7 +341,10 @@ class Judge:
     async def _rank(
         self, question: Question, answers: Sequence[str], order: list[int]
     ) -> tuple[list[int] | None, Counts, str]:
-        """Return the answers from the best to the worst, as the judge ranks them when they are shown in this order."""
+        """Let the judge rank the answers, shown in this order.
+
+        Returns (their indices, best first, or None; the costs; why there is no verdict).
+        """
         shown = "\n\n".join(f"{number}:\n{answers[each]}" for number, each in enumerate(order, 1))
         size = len(answers)
         number = {"type": "integer", "minimum": 1, "maximum": size}
@@ -344,7 +356,13 @@ class Judge:
     async def _ask(
         self, prompt: str, values: dict[str, str], wanted: dict[str, Any], read: Callable[[str], Any]
     ) -> tuple[Any, Counts, str]:
-        """Ask the judge. Returns (what `read` finds in the reply or None, the costs, why there is no verdict)."""
+        """Ask the judge. Returns (what `read` finds in the reply or None, the costs, why there is no verdict).
+
+        Args:
+            prompt: the default prompt.
+            values: what replaces the {names} in the prompt.
+            wanted: the properties of the JSON reply.
+        """
         settings = self.settings
         messages = [{"role": "user", "content": fill(settings.prompt or prompt, values)}]
         if settings.system:
@@ -364,7 +382,8 @@ class Judge:
 
 
 def pairs_of(size: int, opponents: int) -> list[tuple[int, int]]:
-    """Return the pairs of a comparison of `size` answers, so that each meets at least `opponents` others; 0: all."""
+    """Return pairs of the indices of `size` answers, so that each is paired with at least `opponents` others; 0: all.
+    """
     if not opponents or opponents >= size - 1:
         return list(itertools.combinations(range(size), 2))
     distances = range(1, -(-opponents // 2) + 1)
@@ -372,14 +391,14 @@ def pairs_of(size: int, opponents: int) -> list[tuple[int, int]]:
 
 
 def share_of_rate(config: Config) -> float:
-    """Return the requests in a minute of one reward of one worker; 0: no limit."""
+    """Return the rate limit of one reward in one worker: its equal share of judge.requests_per_minute; 0: no limit."""
     names = [each.reward for each in config.task.named_rewards] + [config.eval.gold_reward]
     judges = sum(name in ("judge", "judge_pairwise", "judge_listwise") for name in names)
     return config.judge.requests_per_minute / len(config.server_names) / max(1, judges)
 
 
 def summed(counts: Iterable[Counts]) -> Counts:
-    """Return the sum of each count."""
+    """Add up counts by name."""
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)  # type: ignore[arg-type]  # floats, too
@@ -387,7 +406,7 @@ def summed(counts: Iterable[Counts]) -> Counts:
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return the results of all calls; the first that fails cancels the others, and its error is raised."""
+    """Run all calls simultaneously and return their results. The first error cancels the other calls and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
@@ -397,13 +416,17 @@ async def _all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 
 def _with_counts(results: list[RewardResult], counts: Counts) -> list[RewardResult]:
-    """Return the results, the first of them with the counts of all."""
+    """Return the results with `counts` in the first one, so that each count is logged once for the group."""
     return [replace(result, counts=counts if index == 0 else {}) for index, result in enumerate(results)]
 
 
 def _limits(config: Config, num_requests: int, of_evaluation: int = 0) -> CallLimits:
-    """Return the limits of calls of so many requests; those for the prompts of an evaluation have `of_evaluation`, if
-    that is more. As many calls run simultaneously as have a place for each of their requests.
+    """Return the limits of a reward whose calls send `num_requests` requests each to the judge.
+
+    So many calls run simultaneously that all their requests fit into judge.concurrency.
+
+    Args:
+        of_evaluation: the number of requests of a call for a held-out prompt, if it is larger.
     """
     judge = config.judge
     at_once = max(1, judge.concurrency // max(1, num_requests or of_evaluation))
@@ -430,7 +453,12 @@ def _limits_of_list(config: Config, settings: ListSettings) -> CallLimits:
 
 
 def _checks(places: Sequence[str], limits: Callable[[Config, Any], CallLimits]) -> Callable[..., None]:
-    """Return the `check` of a reward whose prompt needs these places, and whose calls have these limits."""
+    """Return the `check` of a judge reward: the prompt must have its placeholders, and calls must have enough time.
+
+    Args:
+        places: the names of the placeholders, such as `answer` for {answer}.
+        limits: the `limits` of the reward.
+    """
 
     def check_judge(config: Config, settings: AskingSettings, timeout_s: float, key: str) -> None:
         judge, needed_s = config.judge, limits(config, settings).timeout_s
@@ -458,7 +486,7 @@ def _checks(places: Sequence[str], limits: Callable[[Config, Any], CallLimits]) 
 
 
 def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
-    """Return the `open` of the reward whose function is this method of a Judge."""
+    """Return the `open` of a reward whose scoring function is the method `method` of a Judge."""
 
     @asynccontextmanager
     async def open_judge(config: Config, settings: AskingSettings) -> AsyncIterator[Score]:
@@ -469,7 +497,7 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 
 
 def _judge_of(config: Config) -> Any:
-    """Return the parts of the configuration that change verdicts."""
+    """Return the parts of the configuration on which the judge's verdicts depend; see Reward.inputs."""
     judge = config.judge
     return [judge.path, judge.model, [judge.engine, judge.server_args] if judge.path else list(judge.urls)]
 

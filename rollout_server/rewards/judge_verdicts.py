@@ -1,8 +1,8 @@
-"""The prompts of a judge, the JSON schemas of its verdicts, and how a verdict is read in a reply.
+"""The prompts of a judge, the JSON schemas of its verdicts, and the functions that read a verdict from a reply.
 
-A reply that is one JSON object has its verdict there: endpoints with structured outputs send nothing else. In another
-reply one pattern is sought for each kind of verdict. If it finds two different verdicts, there is none, because one may
-be quoted from an answer.
+If a reply is one JSON object, the verdict is read from it: endpoints with structured outputs send nothing else. In any
+other reply a pattern finds the verdict. If it finds two different verdicts, there is none, because one may be quoted
+from an answer.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ Reply with JSON alone, the numbers of all answers from the best to the worst: {"
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each {name} in `values` replaced, in one pass; all other braces stay."""
+    """Return the template with each {name} in `values` replaced, in one pass. Other braces stay."""
     return re.sub(rf"\{{({'|'.join(values)})\}}", lambda found: values[found[1]], template)
 
 
 def values_of(question: Question) -> dict[str, str]:
-    """Return the values of {question} and {reference}."""
+    """Return what replaces {question} and {reference} in a prompt."""
     messages, truth = question.messages, question.ground_truth
     alone = len(messages) == 1
     asked = messages[0]["content"] if alone else "\n".join(f"{each['role']}: {each['content']}" for each in messages)
@@ -79,7 +79,7 @@ def values_of(question: Question) -> dict[str, str]:
 
 
 def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response_format of a verdict: a JSON object with these properties and no others."""
+    """Return the response_format that asks for a JSON object with exactly these properties."""
     described = {
         "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False
     }
@@ -90,7 +90,7 @@ _JSON = re.compile(r"\s*(?:```(?:json)?)?\s*(\{.*\})\s*(?:```)?\s*", re.DOTALL)
 _NUMBER = r"[-\u2212]?(?:\d+(?:\.\d+)?|\.\d+)"
 _ANOTHER = rf"[.,]\d|[ \t]*(?:/|\.\.+|[-~\u2010-\u2015\u2026]|\bto|\bor)[ \t]*{_NUMBER}"
 _SCORE = rf"({_NUMBER}(?:\w|%|{_ANOTHER}|\s+(?:or|out)\b)?)"
-"""A number with a sign after it that makes it no score of its own: of a range, a choice, or another scale."""
+"""A number, with what follows it if that means it is not a score: a range, a choice, or another scale."""
 _LABELLED = re.compile(
     rf"\A\W*?{_SCORE}\W*\Z|\b(?:score|rating)\b(?:\s+is)?\W{{0,6}}?{_SCORE}", re.IGNORECASE
 )
@@ -102,7 +102,7 @@ _CHOICES = {"a": 1.0, "b": 0.0, "tie": 0.5, "c": 0.5}
 
 
 def read_score(reply: str, low: float, high: float) -> float | None:
-    """Return the score in a reply, such as `Score: 7` or `7/10`; None: there is none in low..high, or not one alone."""
+    """Return the score in a reply such as `Score: 7` or `7/10`. None: it has no score in low..high, or several."""
 
     def number(value: Any) -> float:
         found = re.fullmatch(rf"({_NUMBER})(?:\s*/\s*{high:g})?", str(value).strip())
@@ -114,13 +114,14 @@ def read_score(reply: str, low: float, high: float) -> float | None:
 
 
 def read_choice(reply: str) -> float | None:
-    """Return 1 if a reply says that A is better, 0 if B is, 0.5 if it calls them equal; None: it says none of these."""
+    """Return 1 if a reply says that A is better, 0 for B, 0.5 for a tie; None if it says none of these."""
     return _read(reply, "better", _CHOICE, lambda value: _CHOICES[str(value).strip().lower()])
 
 
 def read_ranking(reply: str, size: int) -> list[int] | None:
-    """Return the places 0..size - 1, best first, of the answers that a reply ranks by their numbers 1..size; None: it
-    does not name each of them once.
+    """Return the indices 0..size - 1 of the answers, best first, from a reply that ranks them by the numbers 1..size.
+
+    None: the reply does not name each of them once.
     """
 
     def places(value: Any) -> list[int]:
@@ -131,10 +132,12 @@ def read_ranking(reply: str, size: int) -> list[int] | None:
 
 
 def _read(reply: str, key: str, pattern: re.Pattern[str], meant: Callable[[Any], T]) -> T | None:
-    """Return the verdict in a reply: the value of `key` if it is JSON, or else what the pattern finds, always the same.
+    """Return the verdict in a reply: the value of `key` if the reply is JSON, else what the pattern matches.
+
+    None: nothing matches, or different verdicts do.
 
     Args:
-        meant: returns the verdict for such a value; it may raise KeyError, TypeError or ValueError.
+        meant: converts such a value to the verdict; it may raise KeyError, TypeError or ValueError.
     """
     text = reply.rpartition("</think>")[2].rpartition("<|channel|>final<|message|>")[2]
     if "<think>" in text or text.count("{") > text.count("}"):  # cut off

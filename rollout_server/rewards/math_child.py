@@ -1,7 +1,7 @@
 """The child process of `MathChecker`: it reads JSON lines {gold, response, timeout_s} and writes `true` or `false`.
 
-A check that runs too long ends the process by SIGALRM's default action, which also interrupts big-integer arithmetic
-inside C. The file is run by its path and imports nothing of this project.
+SIGALRM's default action ends the process if a check takes too long; it also interrupts big-integer arithmetic inside C.
+The file is run by its path and imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from sympy import Eq, Expr, Float, Symbol
 
 _MEMORY_BYTES = 4 * 2**30
 _SMALL, _CLOSE = 1e-3, 1e-3
-"""Numbers below the first are equal if they differ by at most this share: math-verify compares six decimals of them."""
+"""Numbers below the first value are equal if their relative difference is at most the second: math-verify compares
+six of their decimals."""
 _ACCURACY = 1e-14
-"""Floats that stand for the same number may differ by this share; math-verify compares all digits of large ones."""
+"""The relative difference allowed between floats for the same number; math-verify compares all digits of large ones."""
 _DIGITS = 30
-"""The digits to which a number is evaluated."""
+"""The number of digits to which numbers are evaluated."""
 
 
 def main() -> None:
@@ -43,8 +44,10 @@ def main() -> None:
 
 
 def _is_equal(gold: list[Any], response: list[Any]) -> bool:
-    """Return math-verify's verdict on parsed answers; for two numbers that are small, or where one has floats, whether
-    they are close for their size. A number may have a name, as in `x = 2`, but two may not have different ones.
+    """Return whether two parsed answers are equal, according to math-verify.
+
+    Two numbers that are small, or one of which has floats, are compared by their relative difference instead. A number
+    may have a name, as in `x = 2`, but the two names must not differ.
     """
     verdict = bool(verify(gold, response, timeout_seconds=None))
     parsed = *gold[:1], *response[:1]
@@ -67,7 +70,7 @@ def _is_named(parsed: Any) -> bool:
 
 
 def _number(parsed: Any) -> Any:
-    """Return the real number that a parsed answer is; None if it is none."""
+    """Return a parsed answer as a real number; None if it is not one."""
     try:
         number = parsed.evalf(_DIGITS) if isinstance(parsed, Expr) and parsed.is_number else None
     except Exception:  # sympy raises many kinds, and the verdict stands without the number

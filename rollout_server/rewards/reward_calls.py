@@ -18,8 +18,8 @@ from async_rl.base.errors import RewardError, WaitTimeoutError, raised_at
 MAX_THREADS = 32
 MAX_TASKS = 256
 IDLE_TIMEOUT_S = 300.0
-"""The longest wait for an idle child process of a reward. A reward function of the user's may call from more threads
-than there are children; timeouts.reward_s usually ends its wait earlier."""
+"""The longest wait for an idle child process of a reward. A user's reward function may call from more threads than
+there are children; timeouts.reward_s usually ends its wait earlier."""
 
 
 class _Call:
@@ -31,12 +31,12 @@ class _Call:
 
 
 class RewardThreads:
-    """A pool of daemon threads that call reward functions, one call per thread at a time, in the order of `run`.
+    """A pool of daemon threads that call reward functions in the order of `run`, one call per thread at a time.
 
-    A thread whose call takes longer than `timeout_s` is given up, and a new thread takes its place.
+    A thread whose call takes longer than `timeout_s` is given up, and a new thread replaces it.
 
     Args:
-        limit: the configuration key of `timeout_s`, for errors.
+        limit: the configuration key of `timeout_s`, for error messages.
     """
 
     def __init__(self, timeout_s: float, num_threads: int, limit: str = "timeouts.reward_s") -> None:
@@ -52,7 +52,7 @@ class RewardThreads:
     async def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call all functions in the threads, wait for them, and return their results in the same order.
 
-        No further call begins once one has failed or `run` is cancelled.
+        Once a call has failed or `run` is cancelled, no further call starts.
 
         Raises:
             RewardError: a call raised, or took longer than the timeout.
@@ -86,7 +86,8 @@ class RewardThreads:
                 result.cancel()
 
     def limit_s(self, num_calls: int) -> float:
-        """Return the time limit of `run` for `num_calls` more calls; see `time_limit_s`."""
+        """Return the time limit of a `run` with `num_calls` calls, after the calls already queued; see `time_limit_s`.
+        """
         return time_limit_s(self._queue.qsize() + num_calls, self._num_threads, self._timeout_s)
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class RewardThreads:
         threading.Thread(target=self._work, name="rewards", daemon=True).start()
 
     def _until_overdue_s(self) -> float:
-        """Return the seconds until the longest running call has taken `timeout_s`; 0 if it has already."""
+        """Return the seconds until the longest running call reaches `timeout_s`; 0 if it has reached it."""
         now_s = time.monotonic()
         return max(0.0, min(self._begun_s.copy().values(), default=now_s) + self._timeout_s - now_s)
 
@@ -127,8 +128,9 @@ class RewardThreads:
 
 
 def num_children() -> int:
-    """Return how many processes a worker has for scoring (math-verify's take 60 MB each): one per usable core, at
-    least 2 and at most MAX_THREADS.
+    """Return the number of a worker's processes for scoring: one per usable core, at least 2 and at most MAX_THREADS.
+
+    A process with math-verify takes 60 MB.
     """
     return min(MAX_THREADS, max(2, usable_cores()))
 
@@ -136,13 +138,13 @@ def num_children() -> int:
 def time_limit_s(num_calls: int, at_once: int, timeout_s: float) -> float:
     """Return twice the time that `num_calls` calls need if each takes the whole timeout and `at_once` run at a time.
 
-    One more round is for those that run already. The factor of two is for a busy host.
+    It includes one more round for calls that are already running. The factor of two allows for a busy host.
     """
     return 2 * (1 + math.ceil(num_calls / at_once)) * timeout_s
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
-    """Return the result of a function, or a RewardError for the exception that it raised."""
+    """Call a function and return its result, or a RewardError if it raised."""
     try:
         return function()
     except RewardError as error:
@@ -152,7 +154,7 @@ def _outcome(function: Callable[[], Any]) -> Any:
 
 
 def raised(error: BaseException) -> RewardError:
-    """Return the RewardError for what a reward function raised."""
+    """Wrap what a reward function raised in a RewardError."""
     wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -15,7 +15,7 @@ class RewardTasks:
     """Awaits reward functions, at most `num_tasks` at a time, each for at most `timeout_s`.
 
     Args:
-        limit: the configuration key of `timeout_s`, for errors.
+        limit: the configuration key of `timeout_s`, for error messages.
     """
 
     def __init__(self, timeout_s: float, num_tasks: int, limit: str = "timeouts.reward_s") -> None:
@@ -27,11 +27,11 @@ class RewardTasks:
         """The calls that run or wait for a place."""
 
     async def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Await all functions and return their results in the same order; the first that fails cancels the others.
+        """Await all functions and return their results in the same order. The first failure cancels the others.
 
         Raises:
             RewardError: a function raised, or took longer than the timeout.
-            WaitTimeoutError: results are missing after `limit_s`, because calls still wait for a place.
+            WaitTimeoutError: results are missing after `limit_s`, because calls still wait to start.
         """
         limit_s, num_before = self.limit_s(len(functions)), self._num_calls
         self._num_calls += len(functions)
@@ -52,11 +52,12 @@ class RewardTasks:
         return [task.result() for task in tasks]
 
     def limit_s(self, num_calls: int) -> float:
-        """Return the time limit of `run` for `num_calls` more calls; see `time_limit_s`."""
+        """Return the time limit of a `run` with `num_calls` calls, after the calls already waiting; see `time_limit_s`.
+        """
         return time_limit_s(self._num_calls + num_calls, self._num_tasks, self._timeout_s)
 
     def close(self) -> None:
-        """Do nothing: the tasks of a `run` end with it."""
+        """Do nothing: each `run` ends its own tasks."""
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         async with self._places:

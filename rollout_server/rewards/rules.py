@@ -28,51 +28,52 @@ from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
 
 Rule = Callable[[Question, str], float]
-"""Takes the question and the text of a response without special tokens, returns the reward. Must be thread-safe."""
+"""A function from the question and the text of a response, without special tokens, to the reward. It must be
+thread-safe."""
 
 TAIL_CHARACTERS = 300
-"""The GSM8K rule looks for the answer in so many last characters of the response."""
+"""The length of the response's end in which the GSM8K rules look for the answer."""
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
 NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
 """The rules whose right answer is one number."""
 CHECK_TIMEOUT_S = 5.0
-"""A child whose check takes longer ends itself."""
+"""A child process whose check takes longer ends itself."""
 ANSWER_TIMEOUT_S = 30.0
-"""A child that does not reply within this time, including its start, is killed."""
+"""A child process that does not reply within this time, including its start, is killed."""
 _MOST_DIGITS = 400
-"""The most digits that a number with an exponent is written out with; the largest float has 309."""
+"""A number with an exponent is written out with at most this many digits; the largest float has 309."""
 _WITH_EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d{1,3}")
 _MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d{0,99})\s*/\s*([1-9]\d{0,99})")
 _SPACE = r"(?:\s|\\,|\\ |~)"
 _WITH_SPACES = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?:\.\d+)?")
 _FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\\\])")
-"""A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
+"""A box, or mathematics between dollars or brackets. Its groups are the beginning, the content and the end."""
 _BOX = re.compile(r"\\boxed\{")
 _ANSWER = re.compile(r"<answer>((?:[^<]|<(?!/?answer>))*)(</answer>)?")
 _MENTIONED = re.compile(r"[^\w$\\+-]*[^\W\d_]{2}")
-"""The text behind the tag <answer> where it is only named, as in `written in <answer> tags`."""
+"""The text after a tag <answer> that is only mentioned, as in `written in <answer> tags`."""
 _REFERRING = {
     "above", "and", "answer", "as", "at", "box", "boxed", "final", "given", "i", "in", "is", "it", "look", "my",
     "number", "please", "result", "same", "see", "shown", "solution", "stated", "that", "the", "value", "written",
 }  # fmt: skip
-"""The words of an <answer> that only says where the answer is, as in `see the box above`."""
+"""The words of an <answer> that only says where the answer is, such as `see the box above`."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _BRACE = re.compile(r"[{}]")
 _LETTERS = re.compile(r"\w+")
 _KEPT_WORDS = {"and", "or", "percent", "percentage", "pct"}
-"""Words outside of boxes that math-verify reads as a part of the answer."""
+"""Words outside boxes that math-verify reads as part of the answer."""
 
 
 def gsm8k(question: Question, response: str, *, flexible: bool = False) -> float:
     """Return 1 if the last `#### number` in the response's last 300 characters is the answer, else 0.
 
-    As in verl, one space follows `####`, and texts are compared, without commas: neither 72. nor 72.0 nor 072 is 72.
-    Commas in the right answer, with which verl finds no answer right, are ignored too, and a right answer that is the
-    number 72.0, as pandas makes of whole numbers, is 72.
+    As in verl, one space follows `####`, and the texts are compared without commas: 72., 72.0 and 072 are not 72.
+    Unlike in verl, commas in the right answer are ignored too, and a right answer that is the number 72.0, to which
+    pandas converts whole numbers, is 72.
     Source: verl/utils/reward_score/gsm8k.py, for the format of Cobbe et al. 2021, arXiv 2110.14168.
 
     Args:
@@ -85,7 +86,11 @@ def gsm8k(question: Question, response: str, *, flexible: bool = False) -> float
 
 
 def find_number(rule: str, response: str) -> str:
-    """Return the number in a response that `rule`, of NUMBER_RULES, compares with the right answer; "" if none."""
+    """Return the number in a response that a rule compares with the right answer; "" if there is none.
+
+    Args:
+        rule: a name in NUMBER_RULES.
+    """
     pattern = _MARKED_NUMBER if rule == "gsm8k" else _NUMBER
     return next(reversed(pattern.findall(response[-TAIL_CHARACTERS:])), "")
 
@@ -93,9 +98,9 @@ def find_number(rule: str, response: str) -> str:
 def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0.
 
-    A reference that it would misread is compared in another form; then a response may also end with its text.
-    math-verify takes several boxes with words between them for one answer; here the last box alone may be the answer
-    too. Nothing outside of the boxes counts then, or text before them would be a further try.
+    A reference that math-verify would misread is rewritten first; then a response that ends with the reference's text
+    is right too. math-verify takes several boxes with words between them for one answer; here the last box alone is
+    tried too. Then nothing outside the boxes counts, so that text before them is not a further attempt.
     """
     answer, response = question.ground_truth, final_answer(response)
     reference = with_marked_math(as_math(answer))
@@ -107,9 +112,12 @@ def math_verify(question: Question, response: str) -> float:
 
 
 def rule_for_source(source: str, key: str = "task.reward") -> str:
-    """Return the name of the rule for rows of this `data_source` when `key` names no reward.
+    """Return the name of the rule for rows with this `data_source`, used if the configuration names no reward.
 
     A source that ends in `gsm8k` gets gsm8k; one that contains math, aime, amc or olympiad gets math_verify.
+
+    Args:
+        key: the setting that is empty, for the error message.
 
     Raises:
         ConfigError: the source is none of these. A guessed rule would train on a meaningless reward.
@@ -125,10 +133,13 @@ def rule_for_source(source: str, key: str = "task.reward") -> str:
 
 
 def check_reference(rule: str, answer: Any, where: str) -> str:
-    """Raise ConfigError if `rule` can't read the right answer: no number or other answer, or no tests for code.
+    """Raise ConfigError if `rule` can't read a right answer: it is no number, no answer for math-verify, or no tests.
+
+    Args:
+        where: the row with the answer, for the error message.
 
     Returns:
-        The place of the first test for code that a dishonest answer can pass; "" if there is none.
+        For the rule `code`: the position of the first test that a dishonest answer can pass; else, or without one, "".
     """
     if rule == "code":
         from rollout_server.rewards.code.cases import first_cheatable, read_cases
@@ -163,16 +174,16 @@ def _math_checker() -> MathChecker:
 
 
 def as_text(answer: Any) -> str:
-    """Return a right answer as text; a float as people write it: 72 for 72.0, and 0.00001 for 1e-05."""
+    """Return a right answer as text. Floats are written as people do: 72 for 72.0, and 0.00001 for 1e-05."""
     if isinstance(answer, float) and math.isfinite(answer):
         return format(Decimal(str(float(answer) + 0.0)), ".0f" if answer.is_integer() else "f")  # -0.0 + 0.0 is 0.0
     return str(answer).strip()
 
 
 def as_math(answer: Any) -> str:
-    """Return a right answer in a form that math-verify reads as people do.
+    """Return a right answer in a form that math-verify reads correctly.
 
-    It takes 3 1/2 for 2, 1 000 for 1 * 0, the e of 1e-5 for Euler's number, and 42. for no number.
+    Unchanged, math-verify reads 3 1/2 as 2, 1 000 as 1 * 0, the e of 1e-5 as Euler's number, and 42. as no number.
     """
     text = _FULL_STOP.sub("", as_text(answer))
     if _WITH_EXPONENT.fullmatch(text) and abs((number := Decimal(text)).adjusted()) < _MOST_DIGITS:
@@ -183,12 +194,12 @@ def as_math(answer: Any) -> str:
 
 
 def with_marked_math(text: str) -> str:
-    """Return a text whose boxes, dollars and brackets have their content in the form of `as_math`."""
+    """Return a text in which the content of each box, dollar pair and bracket pair has the form of `as_math`."""
     return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
 
 
 def final_answer(response: str) -> str:
-    """Return the last <answer> of a response. Without one: the text after its thoughts, or else the whole response.
+    """Return the last <answer> of a response. Without one: the text after its thinking, or else the whole response.
 
     An <answer> does not count if it is empty, only refers to a box before it, or only mentions the tag after a box.
     """
@@ -204,14 +215,16 @@ def final_answer(response: str) -> str:
 
 
 def _refers(answer: str) -> bool:
-    """Return whether an <answer> only refers to a box, or is the `and` between two tags that are mentioned."""
+    """Return whether the text of an <answer> only refers to a box, or is the `and` between two mentioned tags."""
     words = set(re.findall(r"\w+|[$\\]", answer.lower()))
     return words == {"and"} or (words <= _REFERRING and not words.isdisjoint(("above", "box", "boxed")))
 
 
 def after_replaced_boxes(text: str) -> str:
-    """Return what follows the last box that is parted by words from the one after it, as in `\\boxed{41}. Wait,
-    \\boxed{42}`; all of the text if there is none. `and`, `or` and names of one letter part no boxes.
+    r"""Return the text after the last box that a later box replaces, as in `\boxed{41}. Wait, \boxed{42}`.
+
+    A box is replaced if words come between it and the next box; `and`, `or` and names of one letter do not count as
+    words. Returns the whole text if no box is replaced.
     """
     starts = [found.end() for found in _BOX.finditer(text)]
     for start, following in reversed(list(pairwise(starts))):
@@ -226,10 +239,10 @@ def after_replaced_boxes(text: str) -> str:
 
 
 def only_boxes(text: str) -> str:
-    """Return a text of the same length that says nothing but its boxes: outside of them letters and digits are dots.
+    """Return a text of the same length in which letters and digits outside the boxes are replaced by dots.
 
-    `$41$` or `the final answer is 41` is then no answer, nor is a box that was not closed. Separators stay: by them and
-    by the distances math-verify tells which boxes belong together.
+    `$41$` or `the final answer is 41` is then no answer, nor is a box that was not closed. Separators stay: math-verify
+    uses them and the distances to decide which boxes belong together.
     """
     open_braces: list[int] = []
     ends: dict[int, int] = {}
@@ -252,15 +265,14 @@ def _dots(found: re.Match[str]) -> str:
 
 
 def ends_with(response: str, answer: Any) -> bool:
-    """Return whether the last line of a response ends with a right answer, as it is written, and a full stop or none.
-    """
+    """Return whether the response's last line ends with the text of the right answer. A full stop may follow it."""
     last = (response.strip().splitlines() or [""])[-1].rstrip(" .")
     text = as_text(answer).rstrip(" .")
     return re.search(rf"(?<![\w.,/+-])(?<!\d ){re.escape(text)}$", last) is not None
 
 
 def is_number(answer: Any) -> bool:
-    """Return whether a right answer is one finite number, or the text of one; commas may separate digits."""
+    """Return whether a right answer is one finite number, or the text of one. Commas may separate digits."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return False
     try:
@@ -270,8 +282,9 @@ def is_number(answer: Any) -> bool:
 
 
 def is_answer(answer: Any) -> bool:
-    """Return whether math-verify can compare with a right answer: not if it is empty, true, false, null, a mapping, or
-    not finite.
+    """Return whether math-verify can compare responses with this right answer.
+
+    It can't if the answer is empty, true, false, null, a mapping, or not finite.
     """
     if answer is None or isinstance(answer, bool | dict) or (isinstance(answer, list) and not answer):
         return False
@@ -279,7 +292,7 @@ def is_answer(answer: Any) -> bool:
 
 
 class MathChecker:
-    """A pool of math-verify processes that any thread may use. They start when needed and end with this process."""
+    """A pool of math-verify processes for any thread. They start when needed and end with this process."""
 
     def __init__(self) -> None:
         self._num_children = num_children()
@@ -288,10 +301,10 @@ class MathChecker:
             self._idle.put(None)
 
     def is_equal(self, response: str, gold: str) -> bool:
-        """Return whether the response's final answer equals `gold`, in LaTeX; False if that takes over CHECK_TIMEOUT_S.
+        """Return whether the response's final answer equals `gold`, in LaTeX. False if that takes over CHECK_TIMEOUT_S.
 
         Raises:
-            RewardError: math-verify can't run, its process hangs, or no process was idle within 300 s.
+            RewardError: math-verify can't run, its process hangs, or no process was idle within IDLE_TIMEOUT_S.
         """
         try:
             child = self._idle.get(timeout=IDLE_TIMEOUT_S)
@@ -318,7 +331,8 @@ class MathChecker:
 def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
     """Send a request to a math-verify process and return its reply, `true` or `false`; "" if the process has ended.
 
-    RewardError: it did not answer within ANSWER_TIMEOUT_S, and was killed.
+    Raises:
+        RewardError: the process did not answer within ANSWER_TIMEOUT_S, and was killed.
     """
     answers = cast(IO[str], child.stdout)
     try:

@@ -1,4 +1,4 @@
-"""Scores the episodes of a group by all rewards of the run, and counts the calls and their outcomes.
+"""Scores the episodes of a group with all rewards of the run, and counts the calls and their outcomes.
 
     NamedReward ──► calls, one of each answer, episode or group ──► threads or tasks, with time limits ──► verdicts
                       │ verdicts that are known                                                              │
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from rollout_server.rewards.verdict_cache import VerdictCache
 
 Waiting = Callable[[str, str, float], AbstractContextManager[None]]
-"""Shows a wait in the worker's status; see WorkerStats.waiting."""
+"""Makes a context that shows a wait in the worker's status; see WorkerStats.waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict of all rewards on one episode."""
+    """The combined verdict of all rewards on one episode."""
 
     reward: float | None
-    """The weighted sum of the scores; None: a reward with a weight gave no verdict."""
+    """The weighted sum of the scores. None: a reward with a weight gave no verdict."""
     values: dict[str, float] = field(default_factory=dict)
-    """The scores by the names of the rewards, and their metrics as <reward>/<metric>."""
+    """The scores by reward name, and the rewards' metrics as <reward>/<metric>."""
     reason: str = ""
-    """Why there is no verdict, in a sentence."""
+    """Why there is no verdict, as a sentence."""
 
 
 class Scoring:
-    """Scores the answers of one worker. It may be created in any thread; its coroutines run in one event loop.
+    """Scores the answers of one worker. It may be created in any thread; its coroutines must run in one event loop.
 
     Args:
-        waiting: is entered for each reward while it is opened, and while it scores a group.
+        waiting: makes a context that shows a wait, entered while a reward is opened and while it scores a group.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Scoring:
         self._rewards = [_Scorer(config, each, self._cache) for each in rewards]
 
     async def score(self, question: Question, episodes: Sequence[Episode]) -> list[Verdict]:
-        """Return the verdict on each of the episodes of one group, by all rewards at the same time.
+        """Score the episodes of one group with all rewards simultaneously. Returns one verdict per episode.
 
         Raises:
             RewardError: a reward failed.
@@ -82,11 +82,11 @@ class Scoring:
         return [self._verdict(results) for results in zip(*by_reward, strict=True)]
 
     def drain_metrics(self) -> list[Metric]:
-        """Return the number of calls of each reward since the last drain, their outcomes, and their duration."""
+        """Return the number, outcomes and duration of each reward's calls since the last time, as metrics."""
         return [metric for each in self._rewards for metric in each.drain_metrics()]
 
     async def aclose(self) -> None:
-        """Close what the rewards have opened."""
+        """Close everything that the rewards opened."""
         for each in self._rewards:
             await each.aclose()
         if self._cache:
@@ -99,7 +99,7 @@ class Scoring:
             return await reward.score(question, episodes)
 
     def _verdict(self, results: Sequence[RewardResult]) -> Verdict:
-        """Return the verdict on one episode, given the result of each reward."""
+        """Combine the results of all rewards for one episode into a verdict."""
         total, values, missing = 0.0, dict[str, float](), ""
         for scorer, result in zip(self._rewards, results, strict=True):
             named = scorer.named
@@ -122,7 +122,7 @@ class Scoring:
 
 
 class _Scorer:
-    """Scores by one reward, whose function is opened once, within its limits."""
+    """Scores with one reward, within its limits. `open` opens the reward's function once."""
 
     def __init__(self, config: Config, named: NamedReward, cache: VerdictCache | None) -> None:
         self.named = named
@@ -139,14 +139,14 @@ class _Scorer:
             self._take(named.reward.function)
 
     async def open(self, waiting: Callable[[float], AbstractContextManager[None]]) -> None:
-        """Open what the reward needs, unless an earlier call has; if one is about to, wait for it.
+        """Open what the reward needs, unless that is done already. A simultaneous second call waits for the first.
 
         Args:
-            waiting: is entered meanwhile, with the time limit in seconds.
+            waiting: makes a context, from the time limit in seconds, that is entered meanwhile.
 
         Raises:
-            RewardError: opening it failed. The message names the reward if the run has several.
-            ConfigError: it said so.
+            RewardError: opening failed. The message names the reward if the run has several.
+            ConfigError: the reward's `open` raised it.
         """
         if self._calls is None:
             limit_s = self._config.timeouts.startup_s
@@ -154,7 +154,7 @@ class _Scorer:
                 await self._open(limit_s)
 
     async def _open(self, limit_s: float) -> None:
-        """Open what the reward needs within `limit_s`, the wait for another call that does so included."""
+        """Open what the reward needs within `limit_s`, including the wait for a simultaneous call."""
         from rollout_server.episodes.user_code import ForeignCode
 
         foreign = ForeignCode()  # the tasks that it creates continue: they belong to the open reward
@@ -173,12 +173,12 @@ class _Scorer:
             await foreign.end_cancelled_calls()
 
     async def _entered(self) -> Score:
-        """Return the function that the reward opens."""
+        """Enter the reward's `open`, and return the function that it yields."""
         assert self.named.reward.open is not None, "a reward has a function, or opens one"
         return await self._opened.enter_async_context(self.named.reward.open(self._config, self.named.settings))
 
     def _take(self, function: Score) -> None:
-        """Use this function from now on."""
+        """Use this function for scoring, and set up the threads or tasks that call it."""
         named = self.named
         has_settings = named.settings is not None and named.reward.function is not None
         self._function = partial(function, settings=named.settings) if has_settings else function
@@ -193,12 +193,12 @@ class _Scorer:
             self._calls = RewardThreads(*limits)
 
     def limit_s(self, num_episodes: int) -> float:
-        """Return a time limit in seconds for the calls for so many more episodes; see `time_limit_s`."""
+        """Return the time limit in seconds for scoring `num_episodes` more episodes; see `time_limit_s`."""
         assert self._calls is not None
         return self._calls.limit_s(1 if self.named.reward.of == "group" else num_episodes)
 
     async def score(self, question: Question, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return the verdict on each of the episodes of one group.
+        """Score the episodes of one group. Returns one verdict per episode.
 
         Raises:
             RewardError: a call failed. The message names the reward if the run has several.
@@ -218,7 +218,7 @@ class _Scorer:
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:
-        """Count a RewardError of the `with` block, and let it name the reward if the run has several."""
+        """A context that counts a RewardError, and adds the reward's name to its message if the run has several."""
         try:
             yield
         except RewardError as error:
@@ -228,7 +228,7 @@ class _Scorer:
             raise
 
     async def _score_answers(self, question: Question, answers: Sequence[str]) -> list[RewardResult]:
-        """Return the verdicts on answers. Known verdicts come from the cache, and equal answers are scored once."""
+        """Score answers. Cached verdicts are reused, and equal answers are scored once."""
         if not self._cache:
             results, began_s = await self._run([partial(self._function, question, answer) for answer in answers])
             verdicts = list(map(read_verdict, results))
@@ -250,7 +250,7 @@ class _Scorer:
         return found
 
     async def _run(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], float]:
-        """Return the results of calls, and when they began."""
+        """Run the calls. Returns (their results, the time when they began)."""
         assert self._calls is not None
         began_s = time.monotonic()
         self._counts["calls"] += len(calls)
@@ -280,10 +280,10 @@ class _Scorer:
 
 
 def _keyed(reward: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a reward by the names with which they are logged: <reward>/<metric>.
+    """Return the metrics of a reward under the names with which they are logged: <reward>/<metric>.
 
     Raises:
-        RewardError: a name is longer than the buffer takes.
+        RewardError: a name is longer than the buffer accepts.
     """
     keyed = {f"{reward}/{name}": value for name, value in metrics.items()}
     if long := [key for key in keyed if len(key) > MAX_NAME_CHARS]:
@@ -298,7 +298,7 @@ def _weighted(named: NamedReward, result: RewardResult) -> float:
     """Return the weighted sum of the numbers that a reward returns besides its score.
 
     Raises:
-        RewardError: one with a weight is missing.
+        RewardError: a number that has a weight is missing.
     """
     if absent := sorted(named.weights.keys() - result.metrics.keys()):
         raise RewardError(
@@ -309,8 +309,9 @@ def _weighted(named: NamedReward, result: RewardResult) -> float:
 
 
 def _listing(function: Score, is_async: bool) -> Score:
-    """Return the function of a group's reward such that its call makes the list of verdicts: the code of a generator
-    runs within the limits of the call.
+    """Wrap the function of a group reward so that it returns a list.
+
+    A generator's code then runs within the call's limits.
     """
 
     async def listed_later(question: Question, episodes: list[Episode]) -> list[Any]:
@@ -323,7 +324,7 @@ def _listing(function: Score, is_async: bool) -> Score:
 
 
 def _of_all(results: Any, size: int) -> list[Any]:
-    """Return the verdicts of a reward of a group as a list with one for each episode."""
+    """Return the verdicts of a group reward as a list of `size` items, one per episode."""
     try:
         verdicts = iter(() if isinstance(results, Mapping | Set) else results)  # these have no order
     except TypeError:

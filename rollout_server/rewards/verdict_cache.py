@@ -1,7 +1,7 @@
 """Caches verdicts in SQLite, for rewards that are functions of their input: no answer is scored twice in a run.
 
-Errors and missing verdicts are not cached. All workers of a host share the file, and a resumed run uses it again. A
-reward whose code or settings have changed has other keys.
+Errors and missing verdicts are not cached. All workers of a host share the file, and a resumed run reuses it. Changed
+code or settings of a reward change its keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout_server.rewards.contract import Reward, RewardResult
 
 FILE_NAME = "rewards.sqlite"
 LOCK_LIMIT_S = 5.0
-"""How long a worker waits for another that writes, before it continues without the cache this time."""
+"""How long a worker waits for another worker's write. After that it works without the cache, for this access only."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS verdicts (
@@ -37,9 +37,9 @@ CREATE TABLE IF NOT EXISTS verdicts (
 
 
 class VerdictCache:
-    """The verdicts of a run, in run_dir/rewards.sqlite. Its methods block, and any thread may call them.
+    """The cached verdicts of a run, in run_dir/rewards.sqlite. Its methods block, and any thread may call them.
 
-    A file that can't be used costs a warning, and verdicts that are computed again.
+    If the file can't be used, a warning is logged and all verdicts are computed.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -50,10 +50,10 @@ class VerdictCache:
 
     @staticmethod
     def key(identity: bytes, question: Question, answer: str) -> bytes | None:
-        """Return the key of the verdict on an answer; None if a value of the question is not plain, as in JSON.
+        """Return the cache key of the verdict on an answer; None if the question has a value that JSON can't express.
 
         Args:
-            identity: of the reward, see `identity`.
+            identity: the digest of the reward; see the function `identity`.
         """
         fields = [question.messages, question.ground_truth, question.extra, question.source]
         try:
@@ -63,13 +63,18 @@ class VerdictCache:
         return _digest(identity.hex(), asked, answer)
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, RewardResult]:
-        """Return the verdicts that are known, by key."""
+        """Return the cached verdicts for those of `keys` that have one."""
         marks = ", ".join("?" * len(keys))
         found = self._execute(f"SELECT key, score, metrics FROM verdicts WHERE key IN ({marks})", [tuple(keys)])
         return {key: RewardResult(score, json.loads(metrics)) for key, score, metrics in found}
 
     def put(self, reward: str, question: Question, verdicts: Mapping[bytes, tuple[str, RewardResult]]) -> None:
-        """Cache the final ones of verdicts on answers to a question, given as {key: (answer, verdict)}."""
+        """Cache verdicts on answers to a question, except those that are missing or not final.
+
+        Args:
+            reward: the reward's name.
+            verdicts: {key: (answer, verdict)}.
+        """
         truth = _text(question.ground_truth)
         rows = [
             (key, reward, truth, answer, verdict.score, json.dumps(dict(verdict.metrics)))
@@ -85,7 +90,10 @@ class VerdictCache:
             self._database, self._is_broken = None, True
 
     def _execute(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Run a statement: a query with the values of its one row, or a change with the values of each row."""
+        """Run an SQL statement and return what it selects.
+
+        A query takes the values of one row, a change those of each row.
+        """
         with self._lock:
             if self._is_broken:
                 return []
@@ -111,13 +119,17 @@ class VerdictCache:
 
 
 def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> bytes:
-    """Return a digest of a reward: its place, the code that its verdicts depend on, its settings, and its `inputs`.
+    """Return a digest of a reward: its `module:name`, its code, its settings, and its `inputs`.
 
-    The code is taken from the module that the place `module:name` names, from the modules that define the function or
-    `open` (also within a decorator or a functools.partial, whose arguments count), and from `reward.modules`.
+    The code is that of the module in `place`, of the modules that define the function or `open` (also inside a
+    decorator or a functools.partial, whose arguments count too), and of `reward.modules`.
+
+    Args:
+        place: the reward's `module:name` or built-in name.
+        inputs: the value of `reward.inputs`.
 
     Raises:
-        ConfigError: one of the modules can't be imported, or an argument of a partial has no lasting name.
+        ConfigError: one of the modules can't be imported, or an argument of a partial can't be put into the digest.
     """
     names, arguments = _modules_and_arguments(reward.function or reward.open, place)
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
@@ -132,7 +144,7 @@ def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> b
 
 
 def _modules_and_arguments(function: Any, place: str) -> tuple[set[str], list[Any]]:
-    """Return the modules that define a function and all that it wraps, and the arguments of its partials."""
+    """Return the modules that define a function and everything it wraps, and the arguments of its partials."""
     modules, arguments = set[str](), list[Any]()
     while function is not None:
         if isinstance(function, functools.partial):
@@ -148,8 +160,9 @@ def _modules_and_arguments(function: Any, place: str) -> tuple[set[str], list[An
 
 
 def _modules_of(function: Any) -> set[str]:
-    """Return the modules that define a function, a method and its object's class, or an object's class; not Python's
-    own.
+    """Return the modules that define a callable: a function, a method and its object's class, or an object's class.
+
+    Modules of Python's standard library are left out.
     """
     own = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
     of_object = type(function.__self__).__module__ if inspect.ismethod(function) else None
@@ -157,10 +170,11 @@ def _modules_of(function: Any) -> set[str]:
 
 
 def _lasting(value: Any, place: str) -> Any:
-    """Return an argument of a partial as a value in JSON, or the place of a function or class.
+    """Return an argument of a partial in a form that later runs share: a JSON value, or the name of a function or
+    class.
 
     Raises:
-        ConfigError: it is another object, so that a later run could not tell it from one that decides otherwise.
+        ConfigError: it is another object, which a later run could not compare.
     """
     if callable(value) and "<" not in getattr(value, "__qualname__", "<"):
         return {"module": value.__module__, "name": value.__qualname__}
@@ -183,7 +197,7 @@ def _source(module: ModuleType) -> str:
 
 
 def _sources(module: ModuleType) -> list[str]:
-    """Return the code of a module, or of all modules of a package, each after its name or its path in the package."""
+    """Return the names and source texts of a module, or of all modules of a package."""
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
     files = sorted((file.relative_to(folder).as_posix(), file) for folder in folders for file in folder.rglob("*.py"))
     return [text for path, file in files for text in (path, file.read_text())] or [module.__name__, _source(module)]
@@ -200,7 +214,7 @@ def _imported(name: str, place: str) -> ModuleType:
 
 
 def _digest(*texts: str) -> bytes:
-    """Return 16 bytes that differ for different lists of texts."""
+    """Return a digest of 16 bytes of a list of texts."""
     hashed = hashlib.sha256()
     for text in texts:
         data = text.encode(errors="surrogatepass")

@@ -1,20 +1,20 @@
-"""The tests of a question, in one of verl's schemas, as programs to run and outcomes to expect.
+"""Turns the tests of a question, in one of verl's schemas, into programs to run and results to expect.
 
     {inputs: [text, ...], outputs: [text, ...]}                   a program: its output for each input
     {fn_name: name, inputs: [lines of JSON, ...], outputs: [JSON, ...]}   a function, or the method of `Solution`
     {assert_case: [code, ...]}                                    asserts, each appended to the answer
 
-The program of a case never contains what is expected. Its result comes out as text, or as values in JSON, and is
-compared outside. An assert is taken apart:
+The program of a case never contains the expected result. Its own result is printed as text, or as values in JSON, and
+is compared outside the sandbox. An assert is split into two parts:
 
-    assert abs(f(3) - 0.5) < 1e-6        f(3) runs in the answer's process, its value comes out as JSON;
-                                         abs(_0 - 0.5) < 1e-6 is evaluated outside, where nothing of the answer is
+    assert abs(f(3) - 0.5) < 1e-6        f(3) runs in the answer's process, its value is printed as JSON;
+                                         abs(_0 - 0.5) < 1e-6 is evaluated outside, without any code of the answer
 
-Each part that `and`, `or` and `not` join must have one call of the answer's, and otherwise literals, comparisons,
-+, -, / and `FUNCTIONS`. Any other assert runs inside, where a dishonest answer can pass it.
+Each part that `and`, `or` and `not` join must have exactly one call of the answer's code, and otherwise only literals,
+comparisons, +, -, / and `FUNCTIONS`. Any other assert runs inside, where a dishonest answer can pass it.
 
-Only plain values come out. An object of the answer's own class is refused, or becomes the plain type that it inherits
-from, or the items that it yields. So no method of the answer takes part in a comparison.
+Only plain values leave the sandbox. An object of a class of the answer is refused, or becomes the plain type that it
+inherits from, or the items that it yields. So no method of the answer takes part in a comparison.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One test of a program: code after the answer, the input, and the expected output."""
+    """One test of a program: code to append to the answer, the input, and the expected result."""
 
     suffix: str = ""
-    """The code after the answer. It prints a line with `marker` and the result."""
+    """The code appended to the answer. It prints a line with `marker` and the result."""
     stdin: str = ""
     marker: str = ""
-    """The word before the result in the output; empty: all of the output is the result."""
+    """The word before the result in the output. Empty: the whole output is the result."""
     expected: Any = None
-    """The expected output or value; the asserts that were taken apart; None for code that runs inside."""
+    """The expected output or value. For split asserts: the TakenApart. None for asserts that run inside."""
     kind: str = "output"
-    """output, value (of a function), outside (asserts that are evaluated outside) or inside (code with asserts)."""
+    """output, value (of a function), outside (asserts evaluated outside the sandbox) or inside (asserts that run in
+    it)."""
 
     @property
     def is_cheatable(self) -> bool:
-        """Whether a wrong answer can pass, because the comparison runs in its process."""
+        """Whether a wrong answer can pass the test, because the comparison runs in the answer's process."""
         return self.kind == "inside"
 
     def is_passed_by(self, output: str) -> bool:
-        """Return whether the output of the program shows the expected result."""
+        """Return whether the program's output shows the expected result."""
         if self.kind == "output":
             return is_equal_output(output, self.expected)
         before, found, result = output.rpartition(f"\n{self.marker} ")
@@ -72,7 +73,7 @@ class Case:
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """Return the cases of a question.
+    """Return the tests of a question.
 
     Raises:
         ValueError: the ground truth has none of the schemas, or no test.
@@ -96,10 +97,10 @@ def read_cases(ground_truth: Any) -> list[Case]:
 
 
 def _listed(tests: Mapping[str, Any], key: str) -> Any:
-    """Return what tests have by a key, which is an empty text in a column that a question does not use.
+    """Return tests[key], a list with one item per case. It is "" or None if the question does not use this column.
 
     Raises:
-        ValueError: it is one text, so that every letter would be a case.
+        ValueError: the value is a text that is not empty. As a list, each of its letters would be a case.
     """
     listed = tests.get(key)
     if isinstance(listed, str) and listed:
@@ -108,12 +109,17 @@ def _listed(tests: Mapping[str, Any], key: str) -> Any:
 
 
 def first_cheatable(cases: Sequence[Case]) -> str:
-    """Return the place of the first cheatable test in the ground truth; "" if there is none."""
+    """Return the position of the first cheatable test, such as `assert_case[2]`; "" if there is none."""
     return next((f"assert_case[{number}]" for number, case in enumerate(cases) if case.is_cheatable), "")
 
 
 def _call_case(name: str, given: Any, output: Any) -> Case:
-    """Return the case of a call, whose arguments are lines of JSON, or a list of them."""
+    """Return the test that calls function `name`.
+
+    Args:
+        given: the arguments: lines of JSON, or a list.
+        output: the expected value, as JSON.
+    """
     if not name.isidentifier():
         raise ValueError(f"fn_name must be the name of a function, got {name!r}")
     arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
@@ -130,7 +136,7 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
 
 
 def _assert_case(code: str) -> Case:
-    """Return the case of asserts that are taken apart, or else of code that runs inside."""
+    """Return the test for code with asserts. They are evaluated outside if they can be split, else inside."""
     marker = secrets.token_hex(8)
     if taken := take_apart(code):
         keep = f"def {KEEP}(value): _results.append(_encode_result(value))"
@@ -142,15 +148,16 @@ def _assert_case(code: str) -> Case:
 
 
 def _is_expected(value: Any, expected: Any) -> bool:
-    """Return whether a function has returned what is expected; as in verl, [x] stands for x too, and the keys of a
-    mapping, which are texts in JSON, for whole numbers.
+    """Return whether a function has returned the expected value. As in verl, an expected [x] allows x too.
+
+    An expected mapping, whose keys JSON turned into text, allows whole numbers as keys too.
     """
     meant = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
     return any(value == each or value == _with_numbers(each) for each in meant)
 
 
 def _with_numbers(value: Any) -> Any:
-    """Return a value with numbers as keys in each mapping whose keys are all whole numbers in text."""
+    """Return a copy of a value. A mapping whose keys are all whole numbers as text has these numbers as keys."""
     if isinstance(value, list):
         return [_with_numbers(each) for each in value]
     if not isinstance(value, dict):
@@ -193,27 +200,29 @@ def _encode_result(v):
     if hasattr(v, "__iter__"): return '["items",' + join(_encode_result(x) for x in v) + "]"
     raise TypeError("the result is of the type " + type(v).__name__)
 '''
-"""The code of a function that returns a value as JSON, with tags for the types that JSON does not have. It imports
-nothing that starts slowly. The answer before it may have given the names of builtins to things of its own."""
+"""The code of a function that returns a value as JSON, with tags for the types that JSON does not have. Its imports are
+fast. It does not rely on the names of builtins, because the answer that runs before it may have redefined them."""
 MOST_COLLISIONS = 100
-"""The most members of a set or dictionary with one hash; to make one takes time that grows as the square of it."""
+"""The most members of a set or dictionary with the same hash. Building it takes time quadratic in their number."""
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
-"""The tolerances for numbers with a fraction that a program prints, as in verl's checker."""
+"""The tolerances for printed numbers with a fraction, as in verl's checker."""
 
 
 class Items(tuple[Any, ...]):
-    """The items of an iterable that is no list, tuple or set: of a range, a generator, a view. No list is equal to it.
-    """
+    """The items of an iterable that is not a list, tuple or set: a range, a generator, a view. It equals no list."""
 
     __slots__ = ()
     __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
 
 
 def decode(coded: Any) -> Any:
-    """Return the value that `_encode_result` has written, once read as JSON.
+    """Return the value that `_encode_result` encoded.
+
+    Args:
+        coded: its output, parsed as JSON.
 
     Raises:
-        ValueError, TypeError: it has not written this.
+        ValueError, TypeError: `coded` is not an output of `_encode_result`.
     """
     if not isinstance(coded, list):
         return coded
@@ -236,7 +245,7 @@ def decode(coded: Any) -> Any:
 
 
 def members(items: Iterable[Any] = ()) -> set[Any]:
-    """Return the items as a set. ValueError: too many of them have the same hash."""
+    """Return the items as a set. Raises ValueError if more than MOST_COLLISIONS have the same hash."""
     by_hash: dict[int, list[Any]] = {}
     for each in items:
         same = by_hash.setdefault(hash(each), [])
@@ -248,7 +257,7 @@ def members(items: Iterable[Any] = ()) -> set[Any]:
 
 
 def without_tuples(value: Any) -> Any:
-    """Return a value with lists instead of tuples, as JSON has only lists."""
+    """Return a value with its tuples replaced by lists, because JSON has only lists."""
     if isinstance(value, list | tuple):
         return [without_tuples(each) for each in value]
     if isinstance(value, dict):
@@ -257,9 +266,9 @@ def without_tuples(value: Any) -> Any:
 
 
 def is_equal_output(output: str, expected: str) -> bool:
-    """Return whether two outputs have the same words in the same lines, but for blank ends of lines and of the text.
+    """Return whether two outputs have the same words in the same lines. White space at the ends is ignored.
 
-    A number with a fraction may differ by 1e-5 of its size.
+    A number with a fraction may differ by a relative 1e-5.
     """
     got, wanted = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
     is_alike = list(map(len, got)) == list(map(len, wanted))
@@ -280,7 +289,7 @@ def _is_equal_word(got: str, wanted: str) -> bool:
 
 
 KEEP = "_keep_result"
-"""The function that is called with each value of the answer's, in the code that `take_apart` returns."""
+"""The function that the code of `take_apart` calls with each value computed by the answer."""
 FUNCTIONS = {  # no value takes them long
     "abs": abs, "bool": bool, "float": float, "isclose": math.isclose, "len": len, "list": list, "max": max, "min": min,
     "round": lambda value, digits=0: round(value, max(-400, min(digits, 400))) if digits else round(value),
@@ -294,16 +303,17 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class TakenApart:
-    """Asserts, and the code that runs in the answer's process for them."""
+    """Asserts that are split: code that runs in the answer's process, and comparisons that are evaluated outside."""
 
     code: str
-    """It has `KEEP(value)` for each value of the answer's in an assert, and no assert."""
+    """The code for the answer's process. It has `KEEP(call)` for each call of the answer in an assert, and no assert.
+    """
     tests: tuple[ast.expr, ...]
-    """The asserts, with the names _0, _1, ... for the values, as they are kept."""
+    """The asserted expressions, with the names _0, _1, ... instead of the calls, in the order of `code`."""
     num_values: int
 
     def is_passed_by(self, values: list[Any]) -> bool:
-        """Return whether the asserts hold with these values."""
+        """Return whether all asserts hold with these values of the answer's calls."""
         names = {**FUNCTIONS, "math": math, "__builtins__": {}, **{f"_{i}": value for i, value in enumerate(values)}}
         try:
             tests = (eval(compile(ast.Expression(test), "test", "eval"), names) for test in self.tests)
@@ -313,10 +323,10 @@ class TakenApart:
 
 
 def take_apart(code: str) -> TakenApart | None:
-    """Split the asserts of a test into calls of the answer, which run inside, and comparisons, which run outside.
+    """Split the asserts of a test: calls of the answer run inside, comparisons are evaluated outside.
 
-    Asserts at the top of the code count, and those of a function `check(candidate)` that its last line calls. None:
-    there are none, or one can't be split.
+    It handles asserts at the top level, and those of a function `check(candidate)` that the last line calls. None:
+    there are no asserts, or one can't be split.
     """
     tree = ast.parse(code)
     check, bound = _function_of_the_last_line(tree), set(_bound_names(tree))
@@ -332,7 +342,7 @@ def take_apart(code: str) -> TakenApart | None:
 
 
 def _function_of_the_last_line(tree: ast.Module) -> ast.FunctionDef | None:
-    """Return the function of one argument that the last line calls, and nothing else does."""
+    """Return the one-argument function that the last line calls; None unless this is the only use of its name."""
     match tree.body[-1:]:
         case [ast.Expr(ast.Call(ast.Name(name), [_], []))]:
             functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == name]
@@ -344,7 +354,7 @@ def _function_of_the_last_line(tree: ast.Module) -> ast.FunctionDef | None:
 
 
 def _bound_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a test gives a meaning, but for math and isclose with their usual one."""
+    """Yield the names that a test defines or imports. Left out are math and isclose with their usual meaning."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store()) | ast.arg(name) | ast.FunctionDef(name) | ast.ClassDef(name):
@@ -362,7 +372,8 @@ class _Taking(ast.NodeTransformer):
         self.num_values = 0
 
     def replaced(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the statements that run in the answer's process for one statement of a test."""
+        """Return what runs in the answer's process instead of one statement of a test: its calls, if it is an assert.
+        """
         self._values = []
         if not isinstance(statement, ast.Assert):
             return [statement]
@@ -384,7 +395,7 @@ class _Taking(ast.NodeTransformer):
         return part
 
     def visit(self, node: ast.AST) -> Any:
-        """Return a part of a test with a name in the place of the answer's call."""
+        """Return a part of an assert, with each call of the answer replaced by a name."""
         match node:
             case ast.Call() if self._is_answers(node):
                 if sum(map(self._is_answers, ast.walk(node))) > 1:
@@ -405,7 +416,7 @@ class _Taking(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _is_answers(self, node: ast.AST) -> bool:
-        """Return whether a node is a call of a function, or of the method of a new object, that is the answer's."""
+        """Return whether a node calls a function of the answer, or a method of a new object of the answer's class."""
         match node:
             case ast.Call(ast.Name(name)):
                 is_known = name in self._bound or name in FUNCTIONS or hasattr(builtins, name) or name[:1].isupper()

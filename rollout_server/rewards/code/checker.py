@@ -1,7 +1,7 @@
 """The reward `code`: runs the program in an answer against the tests of its question, in a sandbox.
 
-A program that fails, hangs, or does something forbidden costs its own answer the reward, and nothing else. If the
-sandbox itself dies, there is no verdict.
+If a program fails, hangs, or does something forbidden, only its own answer loses the reward. If the sandbox itself
+dies, there is no verdict.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _provided() -> dict[str, str]:
 
 
 PROVIDED = _provided()
-"""[name] the import that gives a program this name, as verl's checker does. A program gets only the imports that it
+"""For each name that verl's checker provides to programs, the import of it. A program gets only the imports that it
 uses, because all of them take longer than Python takes to start."""
 _NOT_MAIN = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
@@ -60,8 +60,8 @@ _BLOCK = re.compile(
     r"|```([\w+#-]*)[ \t]*\r?)\n(.*?)```",
     re.DOTALL | re.MULTILINE,
 )
-"""Code within a line, which has no groups; or a block of code, with its first word, in one of two groups, and its code.
-At the start of a line ``` may have more words after it, elsewhere one or none."""
+"""Matches code within a line, with no groups, or a block of code, with groups: its first word is in one of two
+groups, its code in the third. At the start of a line ``` may have more words after it, elsewhere at most one."""
 
 
 @section("task.rewards.params")
@@ -69,27 +69,28 @@ class CodeSettings:
     """The settings of the reward `code`."""
 
     partial: bool = False
-    """The reward is the share of the first `max_cases` tests that pass. Otherwise 1 if all tests pass, else 0."""
+    """The reward is the share of the first `max_cases` tests that pass. If false, it is 1 if all tests pass, else 0."""
     max_cases: PositiveInt = 10
-    """With `partial`: the tests that are run."""
+    """How many tests are run, if `partial` is set."""
     timeout_s: PositiveFloat = 6.0
     """How long one run of a program may take."""
     answer_s: PositiveFloat = 20.0
-    """How long all runs of an answer may take; the tests that are left then count as failed."""
+    """How long all runs of an answer may take together. Tests that are left then count as failed."""
     memory_bytes: Annotated[int, Field(ge=1 << 24)] = 512 << 20
     """The memory that a program may use."""
     processes: PositiveInt = 16
-    """Processes and threads that a program may have. Each may use `memory_bytes`."""
+    """The most processes and threads of a program. Each may use `memory_bytes`."""
     python: PathText = ""
-    """The Python that runs the programs. Empty: the one of the run. Programs can import its packages."""
+    """The Python that runs the programs, which can import its packages. Empty: the Python of the run."""
     wrap: str = ""
-    """The program that is run; {answer} in it stands for the whole answer. Empty: the last block of code is run."""
+    """A program to run, in which {answer} is replaced by the whole answer. Empty: the answer's last block of code is
+    run."""
     command: list[str] = field(default_factory=list)
     """For other languages: the command that runs a file, such as [node] or [bash]."""
     languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
-    """The words after ``` that mark a program in an answer; the last such block is run. The empty word, for blocks
-    without one, counts only in an answer that has no block with another of these words. The first is also the language
-    that a service at task.sandbox.url is asked for."""
+    """The words after ``` that mark a program in an answer; the last such block is run. The empty word stands for
+    blocks without a word; it counts only in an answer that has no block with another of these words. The first word is
+    also the language in requests to a service at task.sandbox.url."""
 
     @property
     def is_python(self) -> bool:
@@ -99,13 +100,13 @@ class CodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeChecker:
-    """Scores the programs in answers in a sandbox."""
+    """Scores answers by running the programs in them in a sandbox."""
 
     sandbox: Bubblewrap | Service
     settings: CodeSettings
 
     def score(self, question: Question, response: str) -> RewardResult:
-        """Return 1 or 0, or with `partial` the share of tests that pass, and what happened in the runs."""
+        """Return 1 or 0, or with `partial` the share of tests that pass, with metrics of the runs."""
         settings, cases = self.settings, read_cases(question.ground_truth)
         if not settings.is_python and any(case.suffix for case in cases):
             raise ValueError("a test of a function or an assert is Python, not another language")
@@ -143,17 +144,17 @@ class CodeChecker:
 
 
 def imports(texts: Iterable[str]) -> list[str]:
-    """Return the imports of what programs are given and use."""
+    """Return the imports of the PROVIDED names that these texts use."""
     words = dict.fromkeys(word for text in texts for word in re.findall(r"[^\W\d]\w*", text))
     return [PROVIDED[word] for word in words if word in PROVIDED]
 
 
 def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
-    """Return what runs: the answer, and after it the code of the case.
+    """Return the program to run: the answer, followed by the code of the test case.
 
-    Python gets the imports that verl's checker has before an answer, and before them the answer's imports of
-    __future__, because nothing may stand before these. With a case that calls a function, a main guard of the answer
-    does not run.
+    Python programs begin with the answer's imports of __future__, which must come first, and then the imports that
+    verl's checker provides. If the case calls a function, code of the answer under `if __name__ == "__main__"` does not
+    run.
     """
     if not settings.is_python:
         return program
@@ -163,9 +164,11 @@ def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
 
 
 def find_program(response: str, settings: CodeSettings) -> str | None:
-    """Return the last block of code in one of the languages, or what `wrap` makes of the answer; None: there is none.
+    """Return the answer's last block of code in one of the languages; None: there is none.
 
-    A block without a word is the program only if none has a word: after a program it may be its output.
+    With `wrap`, return its program.
+
+    A block without a word is the program only if no block has a word: after a program it may be the program's output.
     """
     if settings.wrap:
         return settings.wrap.replace("{answer}", response.strip())
@@ -181,14 +184,14 @@ def find_program(response: str, settings: CodeSettings) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return (word, code) of each block of code."""
+    """Return (word after ```, code) of each block of code."""
     found = (each for each in _BLOCK.finditer(text) if each[3] is not None)
     return [((each[1] or each[2] or "").lower(), each[3]) for each in found]
 
 
 @asynccontextmanager
 async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Callable[..., RewardResult]]:
-    """Yield the function that scores an answer."""
+    """A context with the function that scores an answer."""
     sandbox = sandbox_of(config.task.sandbox, settings)
     if isinstance(sandbox, Bubblewrap):  # it asks the Python of programs once: no answer should wait for that
         await asyncio.to_thread(sandbox.command_line, None)
@@ -196,17 +199,21 @@ async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Cal
 
 
 def sandbox_of(config: SandboxConfig, settings: CodeSettings) -> Bubblewrap | Service:
-    """Return what runs programs, as task.sandbox says."""
+    """Return the sandbox that task.sandbox configures: bubblewrap or a service."""
     if config.url:
         return Service(url=config.url, language=settings.languages[0])
     return Bubblewrap(python=settings.python, command=settings.command, is_contained=config.kind != "none")
 
 
 def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: str) -> None:
-    """Check that programs can be contained here, and that a slow program costs its own answer, not its whole group.
+    """Check that the sandbox works on this host, and that a slow program costs only its own answer the reward.
+
+    Args:
+        timeout_s: the time limit of a call of the reward, which must exceed `answer_s` by a margin.
+        key: the configuration key of the reward, for error messages.
 
     Raises:
-        ConfigError: one of the two is not so.
+        ConfigError: one of the two checks failed.
     """
     margin_s = SERVICE_MARGIN_S if config.task.sandbox.url else MARGIN_S
     needed_s, why = settings.answer_s + margin_s, "Else a slow program would cost its whole group the reward."

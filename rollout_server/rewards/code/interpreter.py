@@ -1,12 +1,12 @@
-"""The interpreter of one sandbox: it forks a process for each program that it reads, and writes how the program ended.
+"""The interpreter in a sandbox: it forks a process for each program that it reads, and replies how the program ended.
 
 Its compiled code is passed to `python -c`, so it imports only the standard library, and nothing that starts slowly.
 
-    request: lengths of the program and its input, and the limits of the run, in a line; the program; the input
-    reply:   exit code, whether it was late, CPU seconds, lengths of output and errors, in a line of 64 bytes; output;
+    request: a line with the lengths of the program and its input, and the limits of the run; the program; the input
+    reply:   a line of 64 bytes with exit code, whether it was late, CPU seconds, lengths of output and errors; output;
              errors
 
-An answer may change this process, for they run as the same user. It gains nothing: no expected result is in here.
+An answer can change this process, for they run as the same user. It gains nothing: no expected result is in here.
 """
 
 import _signal  # `signal` imports enum
@@ -26,7 +26,7 @@ sys.path += filter(None, sys.argv[1].split(":"))
 
 
 def limit(wall_s: float, cpu_s: float, memory: float, output: float, processes: float) -> None:
-    """Limit the resources of this process and its children for good."""
+    """Limit the resources of this process and its children. The limits can't be raised again."""
     limits = {
         resource.RLIMIT_FSIZE: output, resource.RLIMIT_AS: memory, resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: int(cpu_s + 1), resource.RLIMIT_NOFILE: 256,
@@ -75,7 +75,7 @@ def execute(program: bytes) -> int:
 
 
 def run_in_child(program: bytes, file: str, files: list[int], limits: list[float]) -> None:
-    """Run a program in this child of the interpreter, and end."""
+    """Run a program in this child process of the interpreter, and exit."""
     exit_now, code = os._exit, 1  # a program may change `os`
     try:
         os.setsid()
@@ -94,7 +94,7 @@ def run_in_child(program: bytes, file: str, files: list[int], limits: list[float
 
 
 def end_all(child: int) -> None:
-    """Kill a child and all that it has started; uncontained, what has left its process group stays."""
+    """Kill a child process and all that it has started. Without bubblewrap, processes that left its group survive."""
     try:  # noqa: SIM105  # contextlib starts slowly
         os.kill(-1, KILL) if is_contained else os.killpg(child, KILL)
     except ProcessLookupError:
@@ -102,13 +102,13 @@ def end_all(child: int) -> None:
 
 
 def write(line: bytes, data: bytes = b"") -> None:
-    """Write a reply."""
+    """Write a reply: its line, padded to 64 bytes, and the data."""
     replies.write(line.ljust(63) + b"\n" + data)
     replies.flush()
 
 
 def run(program: bytes, given: bytes, limits: list[float]) -> None:
-    """Run a program in a child to its end or deadline, end the processes that it has left, and write the reply."""
+    """Run a program in a child process until it ends or is late, kill what it has started, and write the reply."""
     files = [os.memfd_create(name) for name in ("input", "output", "errors")]  # so that the kernel bounds them
     os.write(files[0], given)
     os.lseek(files[0], 0, 0)
@@ -149,7 +149,7 @@ def run(program: bytes, given: bytes, limits: list[float]) -> None:
 
 
 def read_lines() -> "list[float]":
-    """Return the numbers of the next line of a request; none at the end."""
+    """Return the numbers in the next line of requests; [] at the end of input."""
     return [float(each) if "." in each else int(each) for each in requests.readline().decode().split()]
 
 

@@ -1,10 +1,10 @@
-"""Runs programs that a model wrote: in bubblewrap, or at a service that speaks SandboxFusion's API.
+"""Runs programs that a model wrote: in bubblewrap, or at a service with SandboxFusion's API.
 
     with Bubblewrap().open(setup) as run:           one sandbox with one interpreter, for one answer
         ended = run(program, stdin, RunLimits())    a new process for each test, forked in the sandbox
 
 In bubblewrap a program has no network, no files but libraries, limited resources, and a deadline. The interpreter
-starts with the first run. If it dies, the run is tried once more in another one.
+starts with the first run. If it dies, the run is repeated once in a new interpreter.
 
 `Service` sends each run to https://github.com/bytedance/SandboxFusion.
 """
@@ -34,27 +34,30 @@ from typing import IO, Any
 from async_rl.base.errors import AsyncRLError, ConfigError
 
 START_TIMEOUT_S = 60.0
-"""How long a sandbox may take to start before its first run. A start within a run has only the time of the run."""
+"""How long a sandbox may take to start before its first run. If it starts during a run, that run's time limit applies.
+"""
 MARGIN_S = 5.0
-"""A reward's time limit must be so much longer than the limit of its runs."""
+"""How much longer a reward's time limit must be than the limit of its runs."""
 CLOSE_S = 1.0
 """How long a sandbox may take to end by itself."""
 GRACE_S = MARGIN_S - CLOSE_S
-"""How long after the time limit of a run its reply may come. Without a reply the run still ends within MARGIN_S."""
+"""How long the reply to a run may take after the run's time limit. Without a reply the run still ends within MARGIN_S.
+"""
 _COMPILE_S = 10.0
 SERVICE_MARGIN_S = 10.0
-"""A run ends at most this long after its time limit, whatever the service does: queue, compile, fail, send slowly."""
+"""How long a run at a service may last after its time limit, whatever the service does: queue, compile, fail, send
+slowly."""
 _MAX_CHARACTERS, _REST_BYTES = 12, 1 << 20
-"""The bytes of JSON for a byte of output and of errors (6 each), and the bytes of the rest of a reply."""
+"""The most bytes of JSON for one byte each of output and errors (6 each), and those for the rest of a reply."""
 PAUSES_S = (1.0, 4.0)
-"""The pauses before a request is sent again."""
+"""The pauses before a failed request is sent again."""
 FIRST_UID, NUM_UIDS = 60000, 4096
-"""The users of programs where root runs the worker, as root is exempt from the limit of processes."""
+"""The user ids of programs if root runs the worker, because root is exempt from the limit of processes."""
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
 }  # fmt: skip
 _LINE = 64
-"""The bytes of the first line of a reply."""
+"""The length of a reply's first line in bytes."""
 _INTERPRETER = Path(__file__).with_name("interpreter.py")
 _FLAGS = (
     "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
@@ -64,7 +67,7 @@ _FLAGS = (
     "--size", str(32 << 20), "--tmpfs", "/tmp", "--chdir", "/tmp",
 )  # fmt: skip
 _DEVICES = ("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom")
-"""All that Python needs; some containers do not allow a new /proc and /dev."""
+"""The devices that Python needs. Some containers do not allow a new /proc and /dev."""
 _DEVICES_OF_COMMANDS = ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
 _ASK = """
 import marshal, os, site, sys
@@ -77,21 +80,21 @@ THREE_WAYS = (
     "SandboxFusion's API, or set task.sandbox.kind: none if you trust the programs: they then run as this user, with "
     "files and network"
 )
-"""The ways to run programs where bubblewrap can't."""
+"""Advice for hosts where bubblewrap can't run programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
-    """The limits of one program."""
+    """The limits of one run of a program."""
 
     wall_s: float = 6.0
     cpu_s: float = 5.0
     memory_bytes: int = 512 << 20
-    """The memory of each of its processes."""
+    """The most memory of each process of the program."""
     output_bytes: int = 1 << 20
-    """The most bytes of its output, of its errors, and of each file."""
+    """The most bytes of standard output, of standard error, and of each file that the program writes."""
     processes: int = 16
-    """The most processes and threads."""
+    """The most processes and threads of the program."""
 
 
 DEFAULT_LIMITS = RunLimits()
@@ -99,19 +102,19 @@ DEFAULT_LIMITS = RunLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended."""
+    """The result of a run: how the program ended and what it printed."""
 
     exit_code: int
-    """Below 0: the signal that ended it."""
+    """Negative: the number of the signal that ended the program."""
     output: str
     errors: str
     is_late: bool
-    """Whether it was killed at its deadline."""
+    """Whether the program was killed at its time limit."""
     cpu_s: float = 0.0
 
 
 class SandboxDiedError(AsyncRLError):
-    """A sandbox has not started or has died, also a second time."""
+    """A sandbox could not be started or died, and a second attempt failed too."""
 
 
 RunProgram = Callable[..., Ended]
@@ -120,14 +123,14 @@ RunProgram = Callable[..., Ended]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubblewrap:
-    """Starts sandboxes.
+    """A configured kind of sandbox. `open` starts one.
 
     Args:
-        python: the Python of the programs; empty: see `_python`.
-        command: for other languages, the command that runs a file.
-        libraries: more folders to import from.
-        is_contained: use bubblewrap. Otherwise programs have all rights of this user; time, memory and output are
-            limited all the same.
+        python: the Python that runs programs; empty: see `_python`.
+        command: the command that runs a file, for programs in other languages than Python.
+        libraries: further folders that programs can import from.
+        is_contained: whether programs run in bubblewrap. If not, they have all rights of this user; time, memory and
+            output are still limited.
     """
 
     python: str = ""
@@ -137,10 +140,10 @@ class Bubblewrap:
 
     @contextmanager
     def open(self, setup: str = "") -> Iterator[RunProgram]:
-        """Yield a function that runs programs in one sandbox.
+        """A context with a function that runs programs in one sandbox.
 
         Args:
-            setup: a trusted program that is run first. Programs find its names in the dictionary `prepared`.
+            setup: a trusted program that is run first. Programs find the names it defines in the dictionary `prepared`.
         """
         interpreter = Interpreter(self, setup)
         try:
@@ -149,12 +152,16 @@ class Bubblewrap:
             interpreter.close()
 
     def check(self) -> None:
-        """Run a program in bubblewrap, if programs are contained. ConfigError: that does not work here."""
+        """Raise ConfigError if a program can't be run in bubblewrap on this host. Without bubblewrap, check nothing."""
         if self.is_contained and (error := _problem(self.python, tuple(self.command))):
             raise ConfigError(f"task.sandbox: programs can't run in bubblewrap here: {error}. {THREE_WAYS}")
 
     def command_line(self, user: int | None) -> list[str]:
-        """Return the command that starts the interpreter in a sandbox, where root runs the worker as a user."""
+        """Return the command that starts the interpreter in a sandbox.
+
+        Args:
+            user: the user id of programs, if root runs the worker; None: the worker's own.
+        """
         code, python, prefix, *packages = _ask(self.python or _python())
         libraries = [os.path.realpath(each) for each in (*packages, *self.libraries) if os.path.isdir(each)]
         load = f"import marshal; exec(marshal.loads(bytes.fromhex('{code}')))"
@@ -186,7 +193,7 @@ class Bubblewrap:
 
 @dataclass(slots=True)
 class Interpreter:
-    """One sandbox with an interpreter, which starts with the first run. Used by one thread at a time."""
+    """A sandbox with its interpreter process, which starts with the first run. Only one thread at a time may use it."""
 
     sandbox: Bubblewrap
     setup: str
@@ -194,9 +201,9 @@ class Interpreter:
     _errors: IO[bytes] | None = field(default=None, repr=False)
 
     def run(self, program: str, stdin: str = "", limits: RunLimits = DEFAULT_LIMITS) -> Ended:
-        """Run a program to its end, or to its deadline, and return how it ended.
+        """Run a program until it ends or is late, and return its result.
 
-        The call takes at most `limits.wall_s` + GRACE_S, also if it starts the sandbox.
+        The call takes at most `limits.wall_s` + GRACE_S, even if it has to start the sandbox.
 
         Raises:
             SandboxDiedError: the sandbox did not start, died twice, or did not answer in time.
@@ -210,7 +217,7 @@ class Interpreter:
             return self._run(program, stdin, limits, end_s)
 
     def close(self) -> None:
-        """End the sandbox, which ends by itself, with the program that it runs, when nobody writes to it."""
+        """End the sandbox: close its input, upon which it ends by itself, with the program that it runs."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -227,9 +234,10 @@ class Interpreter:
         self._errors.close()
 
     def start(self, end_s: float = math.inf) -> None:
-        """Start the interpreter and wait for its setup until `end_s`, at most START_TIMEOUT_S.
+        """Start the interpreter and wait until its setup is done, until time `end_s`, but at most START_TIMEOUT_S.
 
-        SandboxDiedError: it has failed, or takes longer.
+        Raises:
+            SandboxDiedError: it has failed, or is not ready by then.
         """
         end_s = min(end_s, time.monotonic() + START_TIMEOUT_S)
         user = FIRST_UID + next(_numbers) % NUM_UIDS if os.getuid() == 0 and self.sandbox.is_contained else None
@@ -279,7 +287,11 @@ class Interpreter:
             raise self._death("died") from None
 
     def _read(self, size: int, end_s: float) -> bytes:
-        """Return so many bytes of the interpreter, fewer if it has ended. SandboxDiedError: they don't come in time."""
+        """Return `size` bytes from the interpreter, or fewer if it has ended.
+
+        Raises:
+            SandboxDiedError: the bytes have not come by time `end_s`.
+        """
         assert self.process and self.process.stdout
         file, found = self.process.stdout.fileno(), bytearray()
         poll = select.poll()
@@ -293,7 +305,11 @@ class Interpreter:
         return bytes(found)
 
     def _death(self, what: str) -> SandboxDiedError:
-        """End the sandbox, and return the error that says why it has failed."""
+        """End the failed sandbox, and return the error to raise. It includes what the sandbox wrote to standard error.
+
+        Args:
+            what: what has failed, for the message.
+        """
         assert self._errors
         errors = self._errors
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -308,9 +324,9 @@ _numbers = itertools.count(os.getpid() * 61)  # workers of one machine rarely us
 
 
 def _python() -> str:
-    """Return the Python of programs: this one, or the system's where root runs the worker by one closed to others.
+    """Return the Python that runs programs: this process's, or /usr/bin/python3 where other users can't reach this one.
 
-    Programs start faster so: to see what is closed, they need a second bubblewrap.
+    That matters only if root runs the worker. Programs start faster so: otherwise they would need a second bubblewrap.
     """
     is_closed = os.getuid() == 0 and _closed_to_others(Path(sys.executable).resolve())
     return "/usr/bin/python3" if is_closed and os.path.exists("/usr/bin/python3") else sys.executable
@@ -318,7 +334,7 @@ def _python() -> str:
 
 @cache
 def _ask(python: str) -> list[str]:
-    """Return the code of an interpreter for a Python, its file, its prefix, and the folders of its packages."""
+    """Ask a Python for [the compiled code of interpreter.py, its executable, its prefix, its package folders...]."""
     try:
         asked = subprocess.run(
             [python, "-I", "-c", _ASK], input=_INTERPRETER.read_text(), capture_output=True, text=True, timeout=60,
@@ -346,7 +362,8 @@ def _problem(python: str, command: tuple[str, ...]) -> str:
 
 
 def _closed_to_others(folder: Path) -> Path | None:
-    """Return the first folder above a folder, or itself, that not every user can enter."""
+    """Return the outermost folder of a path, the path included, that not every user can enter; None if there is none.
+    """
     for each in (*reversed(folder.parents), folder):
         with suppress(OSError):
             if not each.stat().st_mode & 1:
@@ -356,11 +373,11 @@ def _closed_to_others(folder: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Runs programs by `POST /run_code`. The service contains them, and limits their output.
+    """Runs programs at a service by `POST /run_code`. The service contains them and limits their output.
 
     Args:
-        url: its address.
-        language: the language of the programs, by the service's name for it.
+        url: the service's address.
+        language: the language of the programs, as the service names it.
     """
 
     url: str
@@ -368,11 +385,11 @@ class Service:
 
     @contextmanager
     def open(self, setup: str = "") -> Iterator[RunProgram]:
-        """Yield the function that runs a program; each run is a request of its own."""
+        """A context with the function that runs programs. Each run is a separate request."""
         yield self.run
 
     def run(self, program: str, stdin: str = "", limits: RunLimits = DEFAULT_LIMITS) -> Ended:
-        """Run a program. SandboxDiedError: the service did not run it, also when asked again."""
+        """Run a program at the service. Raises SandboxDiedError if it failed to run it, even after further requests."""
         request = {
             "code": program, "stdin": stdin, "language": self.language, "compile_timeout": _COMPILE_S,
             "run_timeout": limits.wall_s, "memory_limit_MB": limits.memory_bytes >> 20,
@@ -388,7 +405,7 @@ class Service:
         raise AssertionError
 
     def check(self) -> None:
-        """Run a program. ConfigError: the service does not answer, or does not know the language."""
+        """Run a trivial program. Raises ConfigError if the service does not answer, or does not know the language."""
         program = "print('found')" if self.language == "python" else ""
         try:
             ended = self.run(program)
@@ -415,7 +432,8 @@ class Service:
 
 
 def _read(reply: HTTPResponse, end_s: float, max_bytes: int) -> bytes:
-    """Return the body of a reply. SandboxDiedError: it is too long, or has not come in time."""
+    """Return the body of a reply. Raises SandboxDiedError if it is longer than `max_bytes` or not complete by `end_s`.
+    """
     body = bytearray()
     while chunk := reply.read1(1 << 16):
         body += chunk

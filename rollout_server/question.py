@@ -1,4 +1,4 @@
-"""The type of one item of a task: a question and its right answer."""
+"""The type of a task's questions, each with its right answer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from async_rl.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question of a task, with the right answer that the reward reads. `Prompt.question` holds it."""
+    """A question of a task, with the right answer that the reward reads. It is stored in `Prompt.question`."""
 
     messages: tuple[dict[str, str], ...]
     """Chat messages with the keys `role` and `content`."""
     ground_truth: Any
     """The right answer (`ground_truth` of a file's row)."""
     solution: str = ""
-    """A worked answer for supervised fine-tuning, which uses `ground_truth` if this is empty."""
+    """A worked answer for supervised fine-tuning. If it is empty, `ground_truth` is used."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The `extra_info` of a file's row, or the `metadata` of a reasoning_gym item."""
     source: str = ""
     """The `data_source` of a file's row, or `task.name` for other tasks."""
 
     def with_system_prompt(self, text: str) -> Question:
-        """Return the question with a system message before its own, or as it is if the text is empty.
+        """Return the question with a system message before its own messages; unchanged if the text is empty.
 
         Raises:
-            ConfigError: it has a system message already.
+            ConfigError: the question already has a system message.
         """
         if not text:
             return self

@@ -1,6 +1,6 @@
-"""Tasks, the source of prompts: their base class, and the table that names them.
+"""Tasks, the source of prompts: their base class, and the table of built-in tasks.
 
-Every process, and every run with the same seed, gets the same prompt for the same index.
+A prompt depends only on its index and the seed: all processes, and all runs with the same seed, get the same prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollout_server.question import Question
 class Task(ABC):
     """The base class of tasks. A task has training prompts by index, a disjoint held-out set, and a verifier.
 
-    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts`, and finds its own settings
+    `task.name: my_module:MyTask` names your own subclass. It must set `num_prompts`, and gets its settings
     (task.params) in `params`. `train_question` and `eval_questions` run in one thread at a time, `verify` in many.
     """
 
@@ -55,34 +55,40 @@ class Task(ABC):
 
     @abstractmethod
     def train_question(self, position: int) -> Question:
-        """Return question number `position`, 0..num_prompts - 1. It has at most task.max_prompt_tokens tokens."""
+        """Return question number `position`, 0..num_prompts - 1.
+
+        Its prompt must have at most task.max_prompt_tokens tokens.
+        """
 
     @abstractmethod
     def eval_questions(self) -> list[Question]:
         """Return at most eval.num_prompts held-out questions, the same for every run.seed.
 
-        Each has at most task.max_prompt_tokens tokens.
+        Each prompt must have at most task.max_prompt_tokens tokens.
         """
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response, used if no reward is named. It must be thread-safe."""
+        """Return the task's own reward of a response, used if the configuration names no reward.
+
+        It must be thread-safe.
+        """
 
     def rules_of(self, question: Question) -> tuple[str, ...]:
-        """Return the names of the rules and functions that score answers to the question; "" stands for `verify`."""
+        """Return the names of the rewards that score answers to the question; "" stands for `verify`."""
         return tuple(each.reward for each in self._config.named_rewards)
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
-        """Return whether the reward finds an answer, right or wrong, in the response. None: the rules can't tell."""
+        """Return whether the reward finds an answer, right or wrong, in the response; None if that is not known."""
         from rollout_server.rewards.rules import NUMBER_RULES, find_number
 
         numbers = [rule for rule in self.rules_of(prompt.question) if rule in NUMBER_RULES]
         return any(find_number(rule, response) for rule in numbers) if numbers else None
 
     def prompt(self, index: int) -> Prompt:
-        """Return training prompt `index`, from 0 without end.
+        """Return the training prompt with this index, which counts from 0 over all epochs.
 
-        Each epoch of `num_prompts` indices holds every question once, in another order unless task.shuffle is false.
+        Each epoch of `num_prompts` indices has every question once, in another order unless task.shuffle is false.
         """
         with self._lock:
             position = self.order.position(index)
@@ -106,7 +112,7 @@ class Task(ABC):
         return self._eval_prompts
 
     def sft_pairs(self, n: int) -> list[tuple[Prompt, list[int]]]:
-        """Return (prompt, answer tokens) of each of the first `n` training prompts, for supervised fine-tuning.
+        """Return (prompt, answer tokens) for each of the first `n` training prompts, for supervised fine-tuning.
 
         The answer is the worked solution or, if there is none, the right answer. It ends with the eos token.
         """
@@ -124,7 +130,7 @@ class Task(ABC):
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
-        """Return whether the prompt has at most task.max_prompt_tokens tokens. Longer ones count in `skipped_long`."""
+        """Return whether the prompt has at most task.max_prompt_tokens tokens. If not, count it in `skipped_long`."""
         length = len(self._tokens(self._text(self._asked(question))))
         if length <= self._config.max_prompt_tokens:
             return True
@@ -144,7 +150,7 @@ class Task(ABC):
         return np.asarray(prompt_tokens(self._tokenizer, text), dtype=np.int32)
 
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
-        """Return (the `data_row` of question number `position`, a text about its origin for messages)."""
+        """Return where question number `position` comes from: (its `data_row`, a description for messages)."""
         return position, f"{'held-out ' if is_held_out else ''}question {position} of {self._config.name}"
 
     def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
@@ -156,17 +162,17 @@ class Task(ABC):
         )
 
     def _sources(self) -> list[tuple[int, int]]:
-        """Return (number of questions, number of them in an epoch) of each source of training questions."""
+        """Return for each source of training questions: (number of questions, how many of them an epoch has)."""
         return [(self.num_prompts, self.num_prompts)]
 
 
 def prompt_text(
     tokenizer: Any, messages: Sequence[dict[str, str]], source: str, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
-    """Return messages in the chat template, ready for a reply. Without a template: their contents, one per line.
+    """Render messages with the chat template, ready for a reply. Without a template: their contents, one per line.
 
     Args:
-        source: where the messages come from, for the error.
+        source: where the messages come from, for error messages.
         settings: further arguments of the chat template (task.chat_template_kwargs).
 
     Raises:
@@ -191,15 +197,15 @@ def prompt_text(
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text of `prompt_text`. A chat template has already added the special tokens."""
+    """Return the tokens of a text from `prompt_text`. Special tokens are added only if there is no chat template."""
     tokens: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
     return tokens
 
 
 def chat_messages(value: Any, role: str) -> list[dict[str, str]] | None:
-    """Return a text as a message of `role`, or a list of {role, content} messages without further keys.
+    """Return `value` as chat messages with only role and content: a text becomes one message with the role `role`.
 
-    Returns None if `value` is neither, or an empty list.
+    Returns None if `value` is neither a text nor a list of messages, or if the list is empty.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -212,7 +218,7 @@ def chat_messages(value: Any, role: str) -> list[dict[str, str]] | None:
 
 
 def answer_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of an answer with the eos token at its end."""
+    """Return the tokens of an answer, followed by the eos token."""
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
@@ -221,13 +227,14 @@ TASKS = {
     "files": "rollout_server.tasks.files_task:FilesTask",
     "": "rollout_server.tasks.env_task:EnvTask",
 }
-"""The class of each kind of task: `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither."""
+"""The class of each kind of task. The kinds are `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither.
+"""
 _EXTRAS = {"reasoning_gym": "reasoning-gym"}
-"""The extra of this package that each kind of task needs."""
+"""For kinds of task that need one: the extra of this package to install."""
 
 
 def open_task(config: Config, tokenizer: Any) -> Task:
-    """Return the run's task: of the class `module:name` in `task.name`, or else of the one in `TASKS` that fits."""
+    """Create the run's task: of the class in `task.name` if that is `module:name`, else of a class in `TASKS`."""
     name = config.task.name
     kind = "files" if config.task.path else name.partition("/")[0]
     if kind in _EXTRAS:

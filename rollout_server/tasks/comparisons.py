@@ -1,11 +1,12 @@
-"""Reads comparisons between answers from Parquet or JSONL files, for `async-rl reward-model`.
+"""Reads preference comparisons between answers from Parquet or JSONL files, for `async-rl reward-model`.
 
     {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 0.5}     a pair, as TRL has it; the margin may be missing
     {"chosen": [...], "rejected": [...]}                               the same; both are whole conversations
     {"prompt": ..., "answers": [...], "ranks": [1, 2, 2]}              a ranking, best first; equal ranks are a tie
 
 A prompt is text (a message of the user) or chat messages. An answer is text, or chat messages that end with the
-assistant's. If the first of these is not the assistant's, they are the whole conversation, and `prompt` is ignored.
+assistant's. If the first message of an answer is not the assistant's, the answer is a whole conversation, and `prompt`
+is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Messages = list[dict[str, str]]
 
 
 class ComparedAnswer(NamedTuple):
-    """An answer and its prompt in the policy's tokens, and the prompt's messages."""
+    """An answer with its prompt: the messages of the prompt, and both in the policy's tokens."""
 
     messages: Messages
     prompt: list[int]
@@ -37,7 +38,7 @@ class ComparedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComparedAnswers:
-    """Two or more answers to a prompt, and the pairs that have a preferred answer."""
+    """Two or more answers to a prompt, and the pairs in which one answer is preferred."""
 
     prompt: str
     """The text of the prompt of the first answer."""
@@ -48,13 +49,13 @@ class ComparedAnswers:
 
 @dataclass(slots=True)
 class ComparisonFile:
-    """The comparisons of a file, and the numbers of left out rows."""
+    """The comparisons in a file, and how many rows were left out."""
 
     comparisons: list[ComparedAnswers] = field(default_factory=list)
     too_long: int = 0
     """Rows whose prompt or answer is longer than task.max_prompt_tokens or rollout.max_response_tokens."""
     all_tied: int = 0
-    """Rows without a better answer."""
+    """Rows in which no answer is preferred."""
 
     @property
     def summary(self) -> str:
@@ -66,14 +67,14 @@ class ComparisonFile:
 
 
 def read_comparisons(config: Config, path: str, key: str, tokenizer: Any) -> ComparisonFile:
-    """Read the comparisons of a file.
+    """Read the preference comparisons (chosen and rejected answers) in a file.
 
     Args:
-        key: the setting that names `path`, for errors.
-        tokenizer: the policy's.
+        key: the setting that names `path`, for error messages.
+        tokenizer: the policy's tokenizer.
 
     Raises:
-        ConfigError: the file can't be read, a row has another form, or no row can be used.
+        ConfigError: the file can't be read, a row is malformed, or no row can be used.
     """
     rows = read_rows(path, key, _COLUMNS, _check_columns)
     found, settings = ComparisonFile(), config.task.chat_template_kwargs
@@ -100,7 +101,7 @@ def read_comparisons(config: Config, path: str, key: str, tokenizer: Any) -> Com
 def split_by_prompt(
     comparisons: Sequence[ComparedAnswers], share: float, seed: int
 ) -> tuple[list[ComparedAnswers], list[ComparedAnswers]]:
-    """Return (comparisons for training, held-out comparisons). The two have no common prompt.
+    """Split comparisons into (training, held-out) so that no prompt is in both.
 
     Args:
         share: the share of prompts to hold out.
@@ -131,7 +132,7 @@ def _check_columns(found: Collection[str], where: str) -> None:
 
 
 def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tuple[int, int, float]]]:
-    """Return (a conversation for each answer of a row, the pairs that have a better answer)."""
+    """Return (a conversation for each answer of a row, the pairs in which one answer is preferred)."""
     answers: Any
     if "chosen" in row:
         margin = row.get("margin", 0.0)
@@ -157,7 +158,7 @@ def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tup
 
 
 def _conversation(prompt: Any, answer: Any, where: str) -> Messages:
-    """Return the messages of a prompt and an answer. The last one is the assistant's."""
+    """Join a prompt and an answer into one conversation. Its last message is the assistant's."""
     messages = chat_messages(answer, "assistant")
     if messages is None:
         raise ConfigError(f"{where} must be text or {{role, content}} messages, got {answer!r:.120}")

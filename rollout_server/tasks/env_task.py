@@ -1,4 +1,4 @@
-"""The task of a run whose environment needs no questions."""
+"""The task of a run that has only an environment, without questions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rollout_server.tasks.base import Task
 
 
 class EnvTask(Task):
-    """Numbers the episodes.
+    """A task whose prompts are only numbers of episodes.
 
     The task.size training episodes are 0, 1, ..., the eval.num_prompts held-out ones -1, -2, ... A prompt has no
-    tokens, because only the environment knows what the model sees first. Its question has the number as `ground_truth`.
+    tokens, because only the environment knows what the model sees first. The question's `ground_truth` is the number.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -31,7 +31,7 @@ class EnvTask(Task):
         return [self._question(-1 - number) for number in range(self.eval_size)]
 
     def verify(self, question: Question, response: str) -> float:
-        """Raise NotImplementedError: nobody may call it, because the environment gives the rewards."""
+        """Raise NotImplementedError. It is never called, because the environment gives the rewards."""
         raise NotImplementedError("no rule scores this run's episodes: the environment gives the rewards")
 
     def sft_pairs(self, n: int) -> list[tuple[Prompt, list[int]]]:

@@ -15,21 +15,21 @@ LETTERS = "abcdefghijkl"
 GOOD = {"A": LETTERS[0:4], "B": LETTERS[4:8]}
 BAD = {"A": LETTERS[4:8], "B": LETTERS[8:12]}
 _REPEATED = 0.5
-"""The cost of each naming of a good letter after the second."""
+"""The cost of each further use of a good letter after the second."""
 _FREE_LETTERS = 8
 _TOO_LONG = 0.3
 """The cost of each letter beyond _FREE_LETTERS."""
 _LONGEST_DEMONSTRATION = 14
 _GOES_ON = 0.85
 _KNOWS = 0.2
-"""The share of a demonstration's letters that are chosen among the good ones, not at random."""
+"""The share of a demonstration's letters that are good ones; the others are random."""
 
 
 def gold_reward(name: str, answer: str) -> float:
-    """Return the true reward of an answer for the class `name`, at most 8.
+    """Return the true reward of an answer to the prompt `name`, at most 8.
 
-    Each good letter is worth 1 the first two times and costs 0.5 after that. A bad letter, or what is no letter, costs
-    1, and each character beyond eight costs 0.3.
+    Each good letter earns 1 the first two times and costs 0.5 after that. Any other character that is a bad letter or
+    no letter costs 1. Each character beyond eight costs 0.3.
     """
     good = sum(min(count, 2) - _REPEATED * max(0, count - 2) for count in map(answer.count, GOOD[name]))
     bad = sum(letter in BAD[name] or letter not in LETTERS for letter in answer)
@@ -41,8 +41,8 @@ class Letters(Task):
 
     The prompt is a class, `A` or `B`. Each class has four good and four bad letters out of a to l. The true reward,
     called gold, is high for answers that name each good letter twice and then stop. The demonstrations are nearly
-    random letters. From comparing them a reward model learns that more good letters and longer answers are better. A
-    policy that overdoes this gets a low gold reward.
+    random letters. From comparisons of them a reward model learns that more good letters and longer answers are better.
+    A policy that overdoes this gets a low gold reward.
     """
 
     def __init__(self, config: Config, tokenizer: object) -> None:
@@ -76,10 +76,10 @@ _STRIDE = 389
 
 
 class Programs(Task):
-    """A task of short programs: find the expression that turns numbers into the numbers shown.
+    """A task of short programs: find the expression that maps each given number to its result.
 
-    The prompt `3>6 5>10` asks for `x*2`. The reward `code`, whose settings `wrap` the expression, runs the program on
-    other numbers too: see configs/code_cpu.yaml. Every fifth question is held out.
+    The prompt `3>6 5>10` asks for `x*2`. The reward `code`, whose setting `wrap` makes a program of the expression,
+    runs it on other numbers too: see configs/code_cpu.yaml. Every fifth question is held out.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -101,7 +101,7 @@ class Programs(Task):
         return self._held_out[: self.eval_size]
 
     def verify(self, question: Question, response: str) -> float:
-        """Return 1 if the answer is the very expression that the question was made with. Nothing is run."""
+        """Return 1 if the answer is exactly the expression that the question was made with. It runs nothing."""
         return float(response.strip() == question.solution)
 
 

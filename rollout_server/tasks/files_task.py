@@ -5,8 +5,8 @@
     verifiers         prompt or question, answer, info, task
     GSM8K             only question and answer, where each answer ends with a line `#### number`: gsm8k.py
 
-`task.columns`, or `columns` of one source, names others. The other columns become `question.extra`. Of verl's files
-only extra_info does.
+`task.columns`, or `columns` of one source, names other columns. The remaining columns become `question.extra`, but in
+verl's files only extra_info does.
 """
 
 from __future__ import annotations
@@ -38,27 +38,31 @@ KNOWN = {
     "solution": ("extra_info.answer",),
     "source": ("data_source", "task"),
 }
-"""Column names that are looked for, in this order, for each part of a question."""
+"""For each part of a question: the column names to look for, in this order."""
 EXTRA = ("extra_info", "info")
-"""Columns whose values are mappings that become `question.extra` themselves."""
+"""Columns whose values are mappings. Their items become entries of `question.extra`."""
 MEDIA = ("images", "videos", "audios")
-"""Columns that models here can't read. They are left out of `question.extra`."""
+"""Columns that models here can't read. They are not put into `question.extra`."""
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedColumns:
-    """The columns that the user names for one source of prompts."""
+    """The columns that the configuration names for one source of prompts."""
 
     columns: ColumnsConfig
     key: str
-    """The setting that names them, for errors."""
+    """The setting that names these columns, for error messages."""
     own: str
-    """The setting that would name the columns of this source alone, for advice."""
+    """The setting that would name columns for this source alone, for advice in error messages."""
 
     @classmethod
     def of(cls, config: TaskConfig, sources: Sequence[DataConfig], index: int, setting: str) -> NamedColumns:
-        """Return the named columns of source number `index` of those that `setting` lists."""
+        """Return the named columns of sources[index].
+
+        Args:
+            setting: the setting that lists the sources: task.path or task.eval_path.
+        """
         entry = f"{setting}[{index}].columns"
         if (named := sources[index].columns) != ColumnsConfig():
             return cls(columns=named, key=entry, own=entry)
@@ -67,7 +71,7 @@ class NamedColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The columns of one file. The name of a part that the file lacks is ""."""
+    """The column of each part of a question in one file; "" for a part that the file lacks."""
 
     prompt: str
     reference: str
@@ -80,11 +84,11 @@ class Columns:
 
     @property
     def about(self) -> str:
-        """A line for people, for example `prompts from question, references from answer`."""
+        """A description for the console, for example `prompts from question, references from answer`."""
         return ", ".join(f"{part}s from {getattr(self, part)}" for part in KNOWN if getattr(self, part))
 
     def is_guessed(self, named: ColumnsConfig) -> bool:
-        """Return False if prompt and reference are named, or the file has verl's schema."""
+        """Return whether the columns were guessed: neither are prompt and reference named, nor is it verl's schema."""
         return not (named.prompt and named.reference) and self.reference != "reward_model.ground_truth"
 
 
@@ -92,18 +96,18 @@ class Columns:
 class _Source:
     data: DataConfig
     first_row: int
-    """The number of its first row, counted over all sources."""
+    """The number of the source's first row, counted over all sources."""
     questions: list[tuple[int, Question]]
-    """(row, question) of each prompt that is short enough. Rows count from 0, over all files of the source."""
+    """(row, question) of each prompt that is short enough. Rows count from 0 over all files of the source."""
 
     @property
     def per_epoch(self) -> int:
-        """The number of its prompts in an epoch."""
+        """The number of prompts of the source in an epoch."""
         return max(1, round(self.data.weight * len(self.questions)))
 
 
 class FilesTask(Task):
-    """The task of the rows of task.path and, held out, of task.eval_path. Its creation reads both."""
+    """A task with the rows of task.path for training, and of task.eval_path held out. Its constructor reads both."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -125,7 +129,7 @@ class FilesTask(Task):
         return [question for *_, question in self._eval]
 
     def eval_prompts(self) -> list[Prompt]:
-        """Return the held-out prompts. If there are several sources, `source` is the name of the prompt's source."""
+        """Return the held-out prompts. With several sources, `source` of a prompt is the name of its source."""
         prompts = super().eval_prompts()
         if len(self._config.eval_data) < 2:
             return prompts
@@ -138,7 +142,7 @@ class FilesTask(Task):
         return tuple(name or rule_for_source(question.source) for name in super().rules_of(question))
 
     def _at(self, position: int) -> tuple[_Source, int, Question]:
-        """Return (source, row in it, question) of training question `position`."""
+        """Return (source, row in the source, question) for training question number `position`."""
         index = int(np.searchsorted(self._starts, position, side="right")) - 1
         source = self._train[index]
         return source, *source.questions[position - self._starts[index]]
@@ -173,7 +177,7 @@ class FilesTask(Task):
         return found
 
     def _read(self, data: DataConfig, key: str, named: NamedColumns) -> tuple[list[tuple[int, Question]], int]:
-        """Return (the (row, question) of each short enough prompt of a source, the number of its rows)."""
+        """Read a source. Returns ((row, question) of each prompt that is short enough, the number of rows)."""
         questions: list[tuple[int, Question]] = []
         cheatable: list[str] = []
         num_rows = 0
@@ -200,7 +204,11 @@ class FilesTask(Task):
         return questions, num_rows
 
     def _questions(self, file: Path, data: DataConfig, first: int, named: NamedColumns) -> list[Question]:
-        """Return the questions of a file, whose first row is number `first` of the source."""
+        """Return the questions of a file.
+
+        Args:
+            first: the number of the file's first row within the source.
+        """
         found: Rows = rows_of(file, lambda names: find_columns(names, named, str(file)).wanted)
         if media := media_columns(found.columns, found.rows):
             self.cautions.append(f"{file} has the column {', '.join(media)}, which no model sees: they read only text.")
@@ -220,7 +228,7 @@ class FilesTask(Task):
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
 
     def _tell_repeated(self) -> None:
-        """Add warnings about prompts that occur more than once, and about held-out prompts that are trained on."""
+        """Add warnings about repeated prompts, and about held-out prompts that are also training prompts."""
         trained = Counter(_text(question) for source in self._train for _, question in source.questions)
         held_out = Counter(_text(question) for *_, question in self._eval)
         for key, counted in (("task.path", trained), ("task.eval_path", held_out)):
@@ -236,15 +244,19 @@ class FilesTask(Task):
 
 
 def _text(question: Question) -> str:
-    """Return the messages as text to compare prompts by: lower case, white space as single spaces."""
+    """Return the messages as text for comparing prompts: in lower case, with white space as single spaces."""
     return "\n".join(f"{each['role']}: {' '.join(each['content'].casefold().split())}" for each in question.messages)
 
 
 def find_columns(names: Sequence[str], named: NamedColumns, where: str) -> Columns:
-    """Return which of the columns `names` of a file hold which part of a question.
+    """Find which of a file's columns has which part of a question.
+
+    Args:
+        names: the file's columns.
+        where: the file, for error messages.
 
     Raises:
-        ConfigError: the file `where` lacks a named column, or has no prompts.
+        ConfigError: the file lacks a named column, or has no prompts.
     """
     found: dict[str, str] = {}
     for part, known in KNOWN.items():
@@ -268,18 +280,23 @@ def find_columns(names: Sequence[str], named: NamedColumns, where: str) -> Colum
 
 
 def media_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the columns, out of `names`, that hold images, videos or sounds."""
+    """Return those of the columns `names` that contain images, videos or sounds."""
     may_be = (*MEDIA, "image", "video", "audio")
     return [name for name in may_be if name in names and not all(isinstance(row.get(name), str | None) for row in rows)]
 
 
 def is_of_gsm8k(names: Sequence[str], named: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a file has GSM8K's own form: only question and answer, and a marked number in each answer."""
+    """Return whether a file has GSM8K's own form: only question and answer, and each answer ends with `#### number`."""
     return named == ColumnsConfig() and set(names) == set(GSM8K_COLUMNS) and all(map(is_gsm8k_row, rows))
 
 
 def gsm8k_question(row: Mapping[str, Any], index: int, where: str) -> Question:
-    """Return the question of a row of GSM8K's own files."""
+    """Return the question of a row in GSM8K's own form.
+
+    Args:
+        index: the row's number in the file.
+        where: the row, for error messages.
+    """
     made = gsm8k_row(row, index, where)
     return Question(
         messages=tuple(made["prompt"]), ground_truth=made["reward_model"]["ground_truth"], solution=row["answer"],
@@ -291,10 +308,11 @@ def make_question(row: Mapping[str, Any], columns: Columns, default_source: str,
     """Return the question of a row.
 
     Args:
-        default_source: the source of rows without one.
+        default_source: the `source` of the question if the row has none.
+        where: the row, for error messages.
 
     Raises:
-        ConfigError: the row `where` has no prompt, or a value of the wrong type.
+        ConfigError: the row has no prompt, or a value of the wrong type.
     """
     extra = _extra(row, columns, where)
     reference = _value(row, columns.reference)
@@ -334,7 +352,8 @@ def _extra(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, An
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, or _MISSING. `a.b` is the column of that name, or else the key b of column a."""
+    """Return the row's value in a column, or _MISSING. `a.b` is a column of that name, or else the key b in column a.
+    """
     if column and column in row:
         return row[column]
     value: Any = row if column else _MISSING
@@ -356,7 +375,7 @@ def _messages(prompt: Any, column: str, where: str) -> tuple[dict[str, str], ...
 
 
 def _holder(name: str, names: Sequence[str]) -> str:
-    """Return the column that has `name`: a column with this whole name, or else with the part before the first dot."""
+    """Return the column that contains `name`: the column of this whole name, or of its part before the first dot."""
     return name if name in names else name.partition(".")[0]
 
 

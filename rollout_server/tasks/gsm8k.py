@@ -1,4 +1,4 @@
-"""GSM8K's own files, lines of {question, answer}: read as rows in verl's schema, or converted to a file of such rows.
+"""GSM8K's own files, with lines {question, answer}: read as rows in verl's schema, or converted to a file of such rows.
 
 `async-rl prepare gsm8k` converts the files of github.com/openai/grade-school-math.
 """
@@ -28,10 +28,14 @@ def is_gsm8k_row(item: Mapping[str, Any]) -> bool:
 
 
 def gsm8k_row(item: Mapping[str, Any], index: int, where: str) -> dict[str, Any]:
-    """Return the row in verl's schema. The ground truth is the number after `####`, without thousands separators.
+    """Convert a row to verl's schema. The ground truth is the number after `####`, without thousands separators.
+
+    Args:
+        index: the row's number in the file.
+        where: the row, for error messages.
 
     Raises:
-        ConfigError: the row `where` has another form.
+        ConfigError: the row has another form.
     """
     question, answer = (item.get(name) for name in COLUMNS)
     if not isinstance(question, str) or not isinstance(answer, str):
@@ -60,7 +64,9 @@ def _marked_number(answer: str) -> str | None:
 
 
 def prepare_gsm8k(source: Path, target: Path) -> int:
-    """Convert `source`, lines of {"question", "answer"}, to `target` (.parquet or .jsonl). Returns the number of rows.
+    """Convert the file `source` to verl's schema, and write it to `target` (.parquet or .jsonl).
+
+    Returns the number of rows.
 
     Raises:
         ConfigError: a file can't be read or written, or a line has another form.

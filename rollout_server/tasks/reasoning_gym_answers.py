@@ -1,4 +1,4 @@
-"""Scores an answer by a dataset of reasoning_gym in this process, and knows which datasets only compare answers."""
+"""Scores answers with reasoning_gym's scorers in this process, and knows which of them only compare answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _COMPARING = frozenset({
     "zebra_puzzles",
 })  # fmt: skip
 """Datasets of reasoning_gym 0.1.25 whose own scorers only compare an answer, as the inherited scorer does. Other
-scorers may run an answer, or compute for ever, for example 10 ** int(answer)."""
+scorers may execute an answer, or compute for ever, for example 10 ** int(answer)."""
 
 
 def only_compares(name: str, dataset: Any) -> bool:
-    """Return whether the scorer of a dataset only compares an answer."""
+    """Return whether a dataset's scorer only compares an answer, and never executes it."""
     return name in _COMPARING or type(dataset).score_answer is ProceduralDataset.score_answer
 
 
 def score_here(dataset: Any, question: Question, answer: str) -> float | str:
-    """Return a dataset's own score of an answer, or why it can't read the answer.
+    """Score an answer with the dataset's scorer. Returns the score, or as text why the scorer can't read the answer.
 
     Raises:
-        Exception: it can't read the right answer either.
+        Exception: the scorer can't read the right answer either.
     """
     entry = entry_of(question)
     try:

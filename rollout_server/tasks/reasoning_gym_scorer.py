@@ -1,4 +1,4 @@
-"""Scores the answers to questions of reasoning_gym datasets whose scorers may run an answer as Python.
+"""Scores answers to reasoning_gym questions, for datasets whose scorers may execute an answer as Python.
 
     a scorer that only compares        in the caller's thread, in microseconds
     the right answer itself            there too: it is the dataset's own text, not a model's
@@ -33,14 +33,16 @@ from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
 from rollout_server.tasks.reasoning_gym_answers import entry_of, score_here
 
 CPU_S, WALL_S = 5.0, 10.0
-"""The limits of processor time and of time for scoring one answer. Beyond them it is late, and counts as wrong."""
+"""The limits of CPU time and of elapsed time for scoring one answer. If scoring takes longer, the answer counts as
+wrong."""
 _MEMORY_BYTES = 1 << 30
 _MOST_SANDBOXES = 8
-"""Each takes 90 MB and seconds to start."""
+"""The most sandboxes. Each takes 90 MB, and seconds to start."""
 _KEPT_SCORES = 1024
-"""Enough for equal answers of a group, and for those that a warning about equal rewards describes."""
+"""The number of scores that are remembered: enough for equal answers of a group and for warnings about equal rewards.
+"""
 _MOST_DIGITS = 32
-"""The most characters of a score. A longer text would take long to read as a number."""
+"""The most characters of a printed score. Parsing a very long number would take long."""
 _SETUP = """
 import base64, ctypes, pickle
 import reasoning_gym
@@ -68,8 +70,8 @@ class ReasoningGymScorer:
     Its sandboxes start when needed, and end with this object or this process.
 
     Args:
-        compares: whether the scorer of each dataset that `dataset` is made of only compares, by its name.
-        name: the name of `dataset`. A sandbox makes it once more from name and `settings`.
+        compares: for each dataset that `dataset` consists of, by name: whether its scorer only compares.
+        name, settings: the name and settings of `dataset`, with which a sandbox creates it again.
         is_contained: whether to use bubblewrap (task.sandbox).
     """
 
@@ -91,7 +93,7 @@ class ReasoningGymScorer:
             weakref.finalize(self, interpreter.close)
 
     def reward(self, verdict: Score) -> Reward:
-        """Return the reward whose function is `verdict`, which calls `score`; a sandbox starts when it is opened."""
+        """Return a Reward whose function is `verdict`, which must call `score`. Opening the reward starts a sandbox."""
 
         @asynccontextmanager
         async def opened(config: Config, settings: None) -> AsyncIterator[Score]:
@@ -101,7 +103,7 @@ class ReasoningGymScorer:
         return Reward(open=opened, concurrency=num_children(), check=self._check, describe=self._describe)
 
     def _check(self, config: Config, settings: None, timeout_s: float, key: str) -> None:
-        """Check that an answer that runs code, or is late, affects only its own score."""
+        """Raise ConfigError unless an answer that executes code, or takes too long, can affect only its own score."""
         needed_s = 2 * WALL_S + MARGIN_S  # the right answer is scored too, if an answer can't be read
         limit = f"{key}.timeout_s" if key.startswith("task.rewards") else "timeouts.reward_s"
         check(
@@ -119,10 +121,10 @@ class ReasoningGymScorer:
         return f"answers that its scorer runs as Python {config.task.sandbox}"
 
     def start(self) -> None:
-        """Start a sandbox, before the first answer is scored.
+        """Start a sandbox before the first answer is scored.
 
         Raises:
-            AsyncRLError: it can't be started.
+            AsyncRLError: the sandbox can't be started.
         """
         interpreter = self._idle.get(timeout=IDLE_TIMEOUT_S)
         try:
@@ -133,11 +135,15 @@ class ReasoningGymScorer:
         self._run("pass")
 
     def score(self, question: Question, answer: str) -> RewardResult:
-        """Return the dataset's score of an answer: 0 if it can't be read or is late, then with the metric `late` = 1.
+        """Score an answer with the dataset's scorer.
+
+        The score is 0 if the scorer can't read the answer or takes too long.
+
+        If it takes too long, the result has the metric `late` = 1.
 
         Raises:
-            Exception: the right answer can't be read either, so the scorer is broken.
-            AsyncRLError: the process can't be run.
+            Exception: the scorer can't read the right answer either, so it is broken.
+            AsyncRLError: the sandbox can't run.
         """
         if self._scores_here(question, answer):
             score: float | str | None = score_here(self._dataset, question, answer)
@@ -150,7 +156,7 @@ class ReasoningGymScorer:
         return RewardResult(score if isinstance(score, float) else 0.0, metrics, is_final=score is not None)
 
     def has_read(self, question: Question, answer: str) -> bool | None:
-        """Return whether the scorer could read an answer, or None if only a process could tell."""
+        """Return whether the scorer could read an answer; None if that is not known without running a process."""
         if self._scores_here(question, answer):
             return not isinstance(score_here(self._dataset, question, answer), str)
         score = self._scores.get(_key(question, answer))
@@ -160,9 +166,9 @@ class ReasoningGymScorer:
         return self._compares[question.source.partition("/")[2]] or answer == question.ground_truth
 
     def score_apart(self, question: Question, answer: Any) -> float | str | None:
-        """Score an answer in its own process. Returns the score or the reason why there is none; None: it is late.
+        """Score an answer in a sandbox. Returns the score, or as text why there is none; None: scoring took too long.
 
-        Only a number from 0 to 1 is read from the process, because an answer that runs code there can forge the number.
+        Only a number from 0 to 1 is read from the process. An answer that executes code there can forge this number.
         """
         key = _key(question, answer)
         if (known := self._scores.get(key)) is not None:
@@ -188,7 +194,7 @@ class ReasoningGymScorer:
 
 
 def _score(ended: Ended) -> float | str:
-    """Return the number from 0 to 1 in the last line that a process has printed, or the reason why there is none."""
+    """Return the number from 0 to 1 in the last line that a process printed, or as text why there is none."""
     last = (ended.output.splitlines() or [""])[-1]
     if ended.exit_code == 0 and len(last) <= _MOST_DIGITS:
         try:

@@ -1,7 +1,7 @@
 """The task that generates its prompts with reasoning_gym (https://github.com/open-thought/reasoning-gym).
 
-The package scores the answers too. Most of its scorers only compare texts, in microseconds. Some run an answer as
-Python: those work in a sandbox (reasoning_gym_scorer.py).
+The package scores the answers too. Most of its scorers only compare texts, in microseconds. Some execute an answer as
+Python; these run in a sandbox (reasoning_gym_scorer.py).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from rollout_server.tasks.reasoning_gym_scorer import ReasoningGymScorer
 
 _MAX_DRAWS = 50
-"""The task counts as exhausted after so many draws for one training question that were all too long or held out."""
+"""If this many draws for one training question were all too long or held out, the dataset counts as exhausted."""
 _FRUITLESS_DRAWS = 20
-"""The search for held-out questions ends after so many draws without a new one, per question found."""
+"""The search for held-out questions ends after this many draws without a new question, per question found."""
 _EVAL_CHUNK = 1000
 """The number of held-out questions that are generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1
 _COMPOSITE = "composite"
 _TAGGED_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-"""An answer in tags; a tag that is only named before it, as in `written in <answer> tags`, does not begin it."""
+"""An answer in tags. A tag that was only mentioned before, as in `written in <answer> tags`, does not begin it."""
 
 
 class ReasoningGymTask(Task):
-    """A task made of a reasoning_gym dataset. Its questions are generated on first use, as some take 30 ms.
+    """A task with the questions of a reasoning_gym dataset. They are generated on first use, as some take 30 ms.
 
-    The held-out set is the same for every run.seed. So a model that was warm-started under one seed has not learned the
-    held-out questions of a run with another. A training question that is also held out is replaced by another one.
+    The held-out set is the same for every run.seed. So a model that was warm-started under one seed has not seen the
+    held-out questions of a run with another seed. A training question that is also held out is replaced by another one.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -75,14 +75,14 @@ class ReasoningGymTask(Task):
         return list(self._held_out.values())
 
     def verify(self, question: Question, response: str) -> float:
-        """Return the dataset's own score of the last <answer>...</answer>, or of the whole response if it has none.
+        """Score the last <answer>...</answer> of a response, or the whole response if it has none.
 
-        An answer that the dataset can't read, or not in time, scores 0.
+        The dataset's own scorer is used. The score is 0 if it can't read the answer or takes too long.
         """
         return self._verdict(question, response).score or 0.0
 
     def own_reward(self) -> Reward:
-        """Return the reward of `verify`. It needs a sandbox if a scorer of the dataset may run an answer as code."""
+        """Return the Reward that calls the dataset's scorer. It needs a sandbox if the scorer may execute an answer."""
         return self._scorer.reward(self._verdict) if self._scorer else Reward(
             function=self._verdict, concurrency=num_children()
         )
@@ -118,7 +118,7 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _held_out(self) -> dict[str, Question]:
-        """The eval.num_prompts held-out questions as {text: question}, all generated at the first access."""
+        """The eval.num_prompts held-out questions as {text: question}. The first access generates all of them."""
         found: dict[str, Question] = {}
         num_draws = num_fruitless = 0
         while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
@@ -176,7 +176,7 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
 
 
 def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
-    """Check task.params.datasets, the parts of a composite; return {"datasets": the DatasetSpecs made of them}."""
+    """Check task.params.datasets, the parts of a composite dataset. Returns {"datasets": their DatasetSpecs}."""
     parts = params.get("datasets")
     key = "task.params.datasets of reasoning_gym/composite"
     form = "a list of {name, weight, config}; weight (1) and config ({}) may be left out"

@@ -1,4 +1,4 @@
-"""Adds texts and the ground truth to the rows of `async-rl export-trajectories`."""
+"""Adds texts and ground truths to the rows of `async-rl export-trajectories`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rollout_server.tasks.base import open_task
 
 
 class TrajectoryTexts:
-    """Fills in prompt_text, response_text and ground_truth of rows, with the newest configuration of the run.
+    """Fills in prompt_text, response_text and ground_truth of exported rows, with the run's newest configuration.
 
     The journal has no ground truths, and a resume may have changed the task or the order of its questions. So a row
-    gets a ground truth only if the task still has the row's question at the same place.
+    gets a ground truth only if the task's prompt with the row's index is still the row's prompt.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -32,7 +32,7 @@ class TrajectoryTexts:
         """The number of rows without a ground truth so far."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Fill in the three columns. Texts are None if the journal has deleted the tokens."""
+        """Fill in the three columns of a row. The texts are None if the journal has deleted the tokens."""
         prompt = self._task.prompt(row["prompt_index"])
         if self._is_of(row, prompt):
             truth = prompt.question.ground_truth
@@ -44,10 +44,10 @@ class TrajectoryTexts:
             row[text] = self._tokenizer.decode(row[tokens]) if tokens in row else None
 
     def _is_of(self, row: dict[str, Any], prompt: Prompt) -> bool:
-        """Return whether a row answers a prompt: both have the same prompt tokens.
+        """Return whether a row answers this prompt: both have the same prompt tokens.
 
-        If the tokens are gone, or the episode has turns, both must have the same row of the data, in a run that had the
-        same task all the time.
+        If the tokens are deleted, or the episode has turns, both must have the same `data_row`, in a run whose task
+        never changed.
         """
         if row["data_row"] not in (-1, prompt.data_row):
             return False
@@ -57,9 +57,10 @@ class TrajectoryTexts:
 
 
 def _with_tokenizer(config: Config, own: Path) -> Config:
-    """Return `config` with a folder that has the run's tokenizer as model.path.
+    """Return the configuration with model.path set to a folder that has the run's tokenizer.
 
-    `own`, the folder of the run's model, comes first: a copied run may have its model and not model.path.
+    Args:
+        own: the folder of the model in the run directory. It is preferred: a copied run may lack the model.path.
     """
     if has_tokenizer(own):
         return resolve(config, {"model.path": str(own)})
@@ -76,7 +77,7 @@ def _with_tokenizer(config: Config, own: Path) -> Config:
 
 
 def _num_tasks(run_dir: Path) -> int:
-    """Return how many different tasks (questions and their order) the run and its resumes had."""
+    """Return how many different tasks, with task.* and run.seed, the run and its resumes had."""
     found = set()
     for file in (run_dir / "config.yaml", *run_dir.glob("config.lineage_*.yaml")):
         settings = read_yaml(file.read_text(encoding="utf-8"))[0] or {}

@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 async def evaluate_model(config: Config) -> dict[str, float]:
-    """Return the metrics {`eval/...`: value} of model.path on eval.num_prompts held-out prompts,
-    eval.samples_per_prompt answers each."""
+    """Evaluate model.path on eval.num_prompts held-out prompts, with eval.samples_per_prompt answers each.
+
+    Returns the metrics {`eval/...`: value}."""
     config = located(pinned(config, ["model.path", *DATA_KEYS]), ["model.path"])
     check_model_folder(config.model.path, config.longest_tokens)
     load_without_weights("model.path", config.model.path, config.model.attn_implementation)

@@ -1,7 +1,7 @@
 """Plays prompts with one engine and scores the answers, for training and for the held-out evaluation.
 
-`ScoredPlayer.play` returns the scored episodes of a request. `Evaluation` plays the held-out prompts so and reduces
-their rewards to metrics. Neither knows the buffer.
+`ScoredPlayer.play` returns the scored episodes of a request. `Evaluation` plays the held-out prompts in the same way
+and reduces their rewards to metrics. Neither depends on the buffer.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from rollout_server.tasks.base import Task
 from rollout_server.worker.worker_stats import EpisodeLog, WorkerStats
 
 _SEED_OFFSET = 2**32
-"""Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
+"""Added to run.seed, so that evaluations use other random numbers than training. Every evaluation uses the same."""
 Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
-"""Plays the episodes of a request and returns them with their rewards; those that failed have no rows."""
+"""Plays the episodes of a request and returns them with rewards. Failed episodes have no rows."""
 GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
-"""Returns the gold rewards of a prompt's episodes, which all have rows; None where there is no verdict."""
+"""Returns the gold rewards of a prompt's episodes, all of which have rows. None stands for a missing verdict."""
 
 
 class ScoredPlayer:
-    """Plays a task with an engine that has started: each episode that it returns has its reward.
+    """Plays and scores the episodes of a task with an engine that has started.
 
-    It may be created in any thread; all its coroutines run in one event loop.
+    It may be created in any thread; all its coroutines must run in one event loop.
 
     Args:
         index: the index of the server in `config.server_names`.
-        gold: the reward that held-out answers get besides, which is not trained on.
-        logs: the folder for the output of an agent in a process of its own. None: the run's.
+        gold: the additional reward of held-out answers, which is not trained on.
+        logs: the folder for the output of an agent in a separate process. None: the run's.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class ScoredPlayer:
         return await self._score(self._scoring, request, episodes) if self._scoring else episodes
 
     async def greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does).
+        """Return the reward of a greedy answer to the prompt; None if algorithm.advantage needs none (only ReMax does).
 
         Raises:
-            RewardError: a reward failed, or there is none, because it gave no verdict or the episode failed.
+            RewardError: a reward failed, gave no verdict, or the episode failed.
         """
         if not self._config.algorithm.advantage_entry.needs_greedy_baseline:
             return None
@@ -104,28 +104,31 @@ class ScoredPlayer:
     async def evaluate(
         self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
     ) -> EvaluationDone:
-        """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
+        """Measure the held-out accuracy of the weights that the engine serves now.
+
+        For the arguments see Evaluation.run.
+        """
         return await self._evaluation.run(version, beside_training=beside_training, part=part)
 
     def drain_metrics(self) -> list[Metric]:
-        """Return the metrics of episodes and rewards since the last call, and the counts of the agents' endpoint."""
+        """Return new metrics since the last call: of episodes, of rewards, and counts of the agents' endpoint."""
         counts = self._player.drain_counts().items()
         scoring = [each for scorer in (self._scoring, self._gold) if scorer for each in scorer.drain_metrics()]
         endpoint = [Metric(f"endpoint/{key}", count, "sum") for key, count in counts]
         return [*self.log.drain_metrics(), *endpoint, *scoring]
 
     def drain_notes(self) -> tuple[str, ...]:
-        """Return the lines for the console since the last call."""
+        """Return the new lines for the console since the last call."""
         return (*self.log.drain_notes(), *(f"{self.name}: {note}" for note in self._player.drain_notes()))
 
     async def aclose(self) -> None:
-        """Close what the episodes and the rewards have opened. The engine stays."""
+        """Close what episodes and rewards opened. The engine continues to run."""
         await self._player.aclose()
         for scoring in filter(None, (self._scoring, self._gold)):
             await scoring.aclose()
 
     async def _gold_rewards(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
-        """Return the gold reward of each of a prompt's episodes; None: the reward gave no verdict.
+        """Return the gold reward of each episode of a prompt; None for an episode without a verdict.
 
         Raises:
             RewardError: the reward failed.
@@ -144,9 +147,9 @@ class ScoredPlayer:
     async def _score(
         self, scoring: Scoring, request: GenerationRequest, episodes: list[Episode]
     ) -> list[Episode]:
-        """Return the episodes with the rewards of their answers; one without rows, or out of time, gets none.
+        """Score the episodes and return them with their rewards. Episodes without rows, or out of time, are not scored.
 
-        An episode without a reward's verdict has no rows any more, and says why.
+        If a reward gives no verdict on an episode, the returned episode has no rows, and its `error` says why.
         """
         is_partial = self._config.task.on_timeout == "partial"
         can_be_scored = [e.rows and e.end != "error" and (e.end != "timeout" or is_partial) for e in episodes]
@@ -178,7 +181,7 @@ class ScoredPlayer:
         return replace(episode, rows=(), error=verdict.reason, has_verdict=False)
 
     async def _generate(self, request: GenerationRequest) -> list[SampledReply]:
-        """Return the engine's answers to a request.
+        """Return the engine's replies to a request.
 
         Raises:
             WaitTimeoutError: the engine has not answered within timeouts.generate_s.
@@ -201,7 +204,7 @@ class ScoredPlayer:
 
 
 class Evaluation:
-    """Answers the held-out prompts at eval.temperature and scores them, each time that `run` is called."""
+    """The held-out evaluation. Each call of `run` answers the held-out prompts at eval.temperature and scores them."""
 
     def __init__(
         self, config: Config, answer: Answer, task: Task, stats: WorkerStats, gold: GoldRewards | None = None
@@ -214,19 +217,22 @@ class Evaluation:
         self._numbers = itertools.count()  # of the prompts of all evaluations
 
     async def run(self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)) -> EvaluationDone:
-        """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
+        """Answer and score the held-out prompts.
 
-        eval.num_prompts prompts get eval.samples_per_prompt answers each. If the reward of one fails, all answers to
-        its prompt count as reward 0, and in `eval/failed`. An answer without a reward's verdict counts only in
+        Returns `eval/accuracy` and other metrics; none if there are no prompts.
+
+        eval.num_prompts prompts get eval.samples_per_prompt answers each. If the reward fails for one answer, all
+        answers to its prompt count as reward 0, and in `eval/failed`. An answer without a verdict counts only in
         `eval/no_verdict`.
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep at most rollout.max_groups_in_flight prompts in flight, because more would
-                delay the groups that the learner waits for. With eval.pin_version the next push waits, so there is no
-                limit.
-            part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
-                reduced together, are the whole's metrics.
+            beside_training: the learner is training meanwhile, so at most rollout.max_groups_in_flight prompts are in
+                flight; more would delay the groups that the learner waits for. With eval.pin_version the next push
+                    waits
+                for the evaluation, so there is no limit.
+            part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts, reduced
+                together, are those of all prompts.
         """
         config = self._config
         is_limited = beside_training and not config.eval.pin_version
@@ -251,11 +257,12 @@ class Evaluation:
     def _metrics(
         self, version: int, sources: Sequence[str], groups: Sequence[Sequence[Episode | None]], known: Collection[str]
     ) -> Iterator[Metric]:
-        """Yield the metrics of the answers to each prompt, at least one; None is one whose reward failed.
+        """Yield the metrics of an evaluation of at least one prompt.
 
         Args:
             sources: the source of each prompt.
-            known: the sources of all held-out prompts, also of those that another part answers.
+            groups: the answers to each prompt. None stands for an answer to a prompt whose reward failed.
+            known: the sources of all held-out prompts, including the prompts that other parts of the evaluation answer.
         """
         evaluation = self._config.eval
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
@@ -283,10 +290,11 @@ class Evaluation:
     async def _gold_metrics(
         self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Episode | None]]
     ) -> list[Metric]:
-        """Return the moments of the gold rewards of held-out answers, and of their rewards, for the watcher.
+        """Return the moments of the gold rewards and of the trained rewards of held-out answers, for the watcher.
 
-        Answers without a gold verdict are counted, but in no moment. If a reward model replaces the task's rewards,
-        these are the gold rewards. The trained rewards are then unknown here, because the model is in the learner.
+        Answers without a gold verdict are counted, but not included in the moments. If a reward model replaces the
+        task's rewards, the task's rewards are the gold rewards. The trained rewards are then unknown here, because the
+        reward model is in the learner.
         """
         model = self._config.reward_model
         answered = [[episode for episode in group if episode and episode.rows] for group in groups]
@@ -308,7 +316,7 @@ class Evaluation:
         return [*_gold_moments([reward for reward, _ in pairs], proxies), *counted]
 
     async def _gold_of(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None] | None:
-        """Return the gold rewards of a prompt's episodes; None: the reward failed."""
+        """Return the gold reward of each episode of a prompt; None instead of the list if the reward failed."""
         assert self._gold is not None
         try:
             return await self._gold(prompt, episodes) if episodes else []
@@ -318,7 +326,10 @@ class Evaluation:
     async def _groups(
         self, prompts: Sequence[Prompt], places: asyncio.Semaphore
     ) -> list[Sequence[Episode | None]]:
-        """Return the episodes of each prompt. The first error ends those that are still played."""
+        """Play all prompts and return the episodes of each.
+
+        The first error cancels the episodes that are still being played.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 groups = [tasks.create_task(self._group(prompt, places)) for prompt in prompts]
@@ -329,8 +340,9 @@ class Evaluation:
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
     ) -> Sequence[Episode | None]:
-        """Return the eval.samples_per_prompt episodes of a prompt with their rewards, or as many None if a reward
-        failed."""
+        """Return the eval.samples_per_prompt scored episodes of a prompt.
+
+        If a reward failed, return None for each of them."""
         rollout, evaluation = self._config.rollout, self._config.eval
         sampling = evaluation.sampling(rollout)
         request = GenerationRequest(
@@ -346,19 +358,18 @@ class Evaluation:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k from n = `samples` answers, c = `correct` of them right.
+    """Return the unbiased estimate of pass@k from n = `samples` answers, c = `correct` of which are right.
 
-    pass@k is the chance that k answers drawn without replacement hold a right one: 1 - C(n - c, k) / C(n, k).
+    pass@k is the chance that k answers drawn without replacement include a right one: 1 - C(n - c, k) / C(n, k).
     Source: Chen et al. 2021, arXiv 2107.03374, section 2.1.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples_per_prompt
-    is 1.
+    """Yield the share of right answers, and the mean pass@k for k in eval.pass_at.
 
-    A prompt counts for pass@k if it has at least k answers.
+    Yields nothing if eval.samples_per_prompt is 1. A prompt counts for pass@k if it has at least k answers.
     """
     if evaluation.samples_per_prompt == 1:
         return
@@ -371,7 +382,7 @@ def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConf
 
 
 def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Metric]:
-    """Yield the moments of gold rewards and, if known, of the same answers' trained rewards."""
+    """Yield the moments of gold rewards and, unless `proxy` is empty, of the trained rewards of the same answers."""
     if not gold:
         return
     moments = {"gold": gold, "gold_squared": [each * each for each in gold]}
@@ -384,9 +395,9 @@ def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Met
 
 
 def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield the mean reward of the right and of the wrong answers, which say why accuracy and mean reward differ.
+    """Yield the mean reward of right answers and of wrong answers. They explain why accuracy and mean reward differ.
 
-    An answer whose reward failed is wrong, with reward 0.
+    An answer whose reward failed counts as wrong, with reward 0.
     """
     for key, wanted in (("eval/reward_of_right", True), ("eval/reward_of_wrong", False)):
         found = [reward or 0.0 for reward in answers if evaluation.is_right(reward) is wanted]
@@ -397,11 +408,11 @@ def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> I
 def source_metrics(
     sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
 ) -> Iterator[Metric]:
-    """Yield the share of right answers to the prompts of each source, and their mean reward, if the held-out prompts
-    have several sources.
+    """Yield the share of right answers and the mean reward by source, if the held-out prompts have several sources.
 
     Args:
-        sources: the source of each prompt that has `rewards`.
+        sources: the source of each prompt.
+        rewards: the rewards of each prompt's answers.
         known: the sources of all held-out prompts.
     """
     for source in sorted(set(sources)) if len(known) > 1 else ():
@@ -413,12 +424,18 @@ def source_metrics(
 
 
 def _mean(key: str, total: float, count: int) -> Metric:
-    """Return the mean of `count` values, weighted by `count`, so that parts of an evaluation reduce to its mean."""
+    """Return the metric of a mean of `count` values.
+
+    Its weight is `count`, so parts of an evaluation reduce to its mean.
+    """
     return Metric(key, total / count, weight=count, over_steps="last")
 
 
 def version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
-    """Yield the oldest and newest version of the answers' tokens: they differ if weights changed meanwhile."""
+    """Yield the oldest and newest version among the answers' tokens.
+
+    They differ if weights changed during the evaluation.
+    """
     if versions:
         tokens = np.concatenate(versions)
         yield Metric("eval/oldest_version", float(tokens.min()), "min", over_steps="last")

@@ -2,7 +2,7 @@
 
     WorkerStats   its timeline, its status, and how long its groups take
     EpisodeLog    the metrics of its episodes, and the first error of each kind for the console
-    FlatRewards   a warning about groups whose answers all get the same reward
+    FlatRewards   a warning about groups in which all answers get the same reward
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 300
 MIXED_WARNING_GROUPS = 256
-"""The fewest groups in a row with one reward each that are worth a warning, if these rewards differ between groups."""
+"""A warning is given after this many groups in a row whose answers all have one reward, if it differs between groups.
+"""
 _KEPT_GROUPS = 16
-"""The warning describes the answers of so many newest groups."""
+"""The number of newest groups whose answers the warning describes."""
 _TROUBLES: dict[End, str] = {"timeout": "ran out of time", "error": "ended with an error of the agent"}
-"""The ends of an episode, in words, whose reward does not come from its last answer."""
+"""For each end of an episode whose reward does not come from its last answer: a description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class _Wait:
     doing: str
     waits_on: str
     began_s: float
-    """Time of the monotonic clock."""
+    """When the wait began, on the monotonic clock."""
     limit_s: float
     noun: str
 
@@ -47,9 +48,9 @@ class _Wait:
 class WorkerStats:
     """Counts the groups, evaluations and waits of one worker, for its timeline, its status and its metrics.
 
-    The timeline is `busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`,
-    because a worker without a group waits for admission, which opens with the next served weights. An
-    evaluation server is `busy` while an evaluation runs, its only work.
+    The timeline is `busy` while a group is in flight, else `eval` while an evaluation runs, else `wait_weights`: a
+    worker without a group waits for admission, which the next served weights open. For an evaluation server, `busy`
+    means that an evaluation runs.
     """
 
     def __init__(self, pool: str) -> None:
@@ -88,7 +89,7 @@ class WorkerStats:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count an evaluation as running while the `with` block runs."""
+        """A context during which an evaluation counts as running."""
         self._close_span()
         self._num_evaluations += 1
         try:
@@ -99,11 +100,12 @@ class WorkerStats:
 
     @contextlib.contextmanager
     def waiting(self, doing: str, waits_on: str, limit_s: float, noun: str = "requests") -> Iterator[None]:
-        """Let `status` show a request as waiting while the `with` block runs.
+        """A context during which `status` shows one more request as waiting.
 
         Args:
-            limit_s: the limit that the watchdog sees. It declares a process dead that waits much longer.
-            noun: the plural noun of what waits.
+            doing, waits_on: what the request does and what it waits for.
+            limit_s: the time limit shown to the watchdog, which declares a process dead if it waits much longer.
+            noun: a plural noun for such requests.
         """
         wait = _Wait(doing, waits_on, time.monotonic(), limit_s, noun)
         self._waits[id(wait)] = wait
@@ -113,7 +115,7 @@ class WorkerStats:
             del self._waits[id(wait)]
 
     def status(self) -> Status:
-        """Return the status for the watchdog: requests by activity, and the wait that is closest to its limit."""
+        """Return the status for the watchdog: how many requests do what, and the wait that is closest to its limit."""
         now_s = time.monotonic()
         if not self._waits:
             doing, waits_on = f"waits for {self._idle[0]}", self._idle[1]
@@ -133,10 +135,10 @@ class WorkerStats:
         return self._timeline.drain()
 
     def drain_groups(self) -> list[Metric]:
-        """Return metrics of the groups that have ended since the last call, or [] if none has.
+        """Return metrics of the groups that have ended since the last call; [] if none has.
 
-        They are means: of the duration in seconds, of its square, and of the number of groups in flight. The simulator
-        predicts utilisation from them.
+        They are three means: of the duration in seconds, of its square, and of the number of groups in flight. The
+        simulator predicts utilisation from them.
         """
         finished, self._finished = self._finished, []
         if not finished:
@@ -181,10 +183,10 @@ class EpisodeLog:
         """Set for lines that must not come after the end of a run that they explain."""
 
     def add(self, episodes: Sequence[Episode], origin: str, *, are_trained: bool) -> None:
-        """Add the errors of episodes to the notes and, if they are to be trained on, their metrics to the next report.
+        """Record episodes: their errors as notes and, if they will be trained on, their metrics for the next report.
 
         Args:
-            origin: the row of the data that the episodes belong to, in words.
+            origin: a description of the data row that the episodes belong to.
             are_trained: False for held-out and greedy episodes, which would change the means of the others.
         """
         for episode in episodes:
@@ -196,12 +198,15 @@ class EpisodeLog:
                 self._note_error(episode, origin, is_trained=are_trained)
 
     def note(self, text: str) -> None:
-        """Send a line to the console now."""
+        """Add a line for the console, and ask for a report now."""
         self._notes.append(f"{self._worker}: {text}")
         self.report_now.set()
 
     def note_once(self, kind: str, text: str) -> bool:
-        """Add a line for the console to the next report and return True, unless one of its `kind` was added before."""
+        """Add a line for the console to the next report, unless one of the same `kind` was added.
+
+        Returns whether it did.
+        """
         if kind in self._noted:
             return False
         self._noted.add(kind)
@@ -209,7 +214,7 @@ class EpisodeLog:
         return True
 
     def drain_metrics(self) -> list[Metric]:
-        """Return the metrics of the episodes that were added since the last call."""
+        """Return the metrics of the episodes added since the last call."""
         episodes, self._episodes = self._episodes, []
         return list(episode_metrics(episodes))
 
@@ -228,16 +233,17 @@ class EpisodeLog:
 
 
 class FlatRewards:
-    """Makes a warning when many groups in a row have one reward for all answers (flat groups).
+    """Warns about flat groups: many groups in a row in which all answers get the same reward.
 
-    The buffer counts them, because it sees the groups of all workers. This class keeps the newest ones as examples.
+    The buffer counts the flat groups, because it sees the groups of all workers. This class keeps the newest groups as
+    examples.
 
     Args:
-        limit: the number of groups in a row with the same reward after which `add` returns the warning.
-        has_answer: whether the reward can read an answer from a response, or None if that is not known.
-        ends_after: the number of groups in a row with the same reward after which the run ends, as the buffer drops
-            them; 0: it does not. If it does, `add` also warns of many that have one reward each, for which the learner
-            waits in vain.
+        limit: the number of groups in a row with the same reward at which `add` returns the warning.
+        has_answer: returns whether the reward can find an answer in a response, or None if that is not known.
+        ends_after: the number of groups in a row with the same reward after which the run ends, if the buffer drops
+            flat groups; 0: it does not drop them. If it does, `add` also warns of many flat groups with different
+            rewards, because the learner waits for others in vain.
     """
 
     def __init__(
@@ -257,11 +263,12 @@ class FlatRewards:
         model."""
 
     def add(self, prompt: Prompt, episodes: Sequence[Episode], counts: tuple[int, int]) -> str:
-        """Keep a group that was delivered; return the warning if with it the buffer's count reaches a limit, else "".
+        """Keep a delivered group. Returns a warning if the buffer's count reaches a limit with this group, else "".
 
         Args:
-            counts: two counts of groups in a row, of all workers: groups whose answers all had the same reward, for
-                example only zeros, and groups with one reward each, whichever it was.
+            counts: two counts of flat groups in a row, over all workers: with the same reward in all groups, for
+                example
+                only zeros, and with any reward.
         """
         count, in_row = counts
         episodes = [episode for episode in episodes if episode.rows]

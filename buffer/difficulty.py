@@ -81,8 +81,7 @@ class PromptDraw:
             )
 
     def restore(self, records: PromptRecords) -> None:
-        """Set the sources that a worker sent before the buffer was restarted, from `records`. Does nothing if none did.
-        """
+        """After a restart of the buffer, set the sources of prompts from `records`. Does nothing if it has none."""
         if records.sources:
             self.learn([(size, per_epoch) for size, per_epoch in records.sources], records)
 

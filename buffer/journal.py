@@ -68,7 +68,8 @@ class Place(NamedTuple):
 class PayloadFiles:
     """Appends payloads to numbered files in a folder, and deletes each file once none of its payloads is needed.
 
-    The newest file is never deleted. Every method raises OSError if the folder or a file can't be read or written.
+    The file that is being written is never deleted. Every method raises OSError if the folder or a file can't be read
+    or written.
 
     Args:
         kept: the places of payloads that an earlier buffer wrote and that are still needed. Files without any are
@@ -181,7 +182,7 @@ _MORE = {
 TABLES = {table: {**dict.fromkeys(keys, "INTEGER"), **_MORE[table]} for table, keys in _KEYS.items()}
 """[table][column] its SQL type."""
 ARRIVED_TABLES = tuple(table for table in TABLES if table != "groups")
-"""The tables to which rows are added only when a group arrives."""
+"""The tables that get their rows when a group arrives, and never later."""
 
 
 def _create(table: str) -> str:
@@ -308,12 +309,14 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Collect the rows, turns and multi-turn episodes of an arrived group. `record` is called for the group too."""
+        """Record for the next commit rows, turns and multi-turn episodes of an arrived group. Call `record` for it too.
+        """
         self._arrived.add(group)
         self._facts[group.facts.group_id] = group.facts
 
     def record_streak(self, position: int, streak: int | None) -> None:
-        """Collect the new streak of the question at this position (task.difficulty); None: the streak was deleted."""
+        """Record for the next commit the streak of the question at `position` (buffer/difficulty.py); None deletes it.
+        """
         self._streaks[position] = streak
 
     def commit(self, scalars: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""ZMQ CURVE keys, by which the buffer and its clients authenticate each other, in a folder.
+"""ZMQ CURVE keys in a folder. With them the buffer and its clients authenticate each other.
 
 A run makes its own keys when it starts (`own_keys`), unless network.keys names a folder made by `async-rl keys new`.
 
@@ -6,8 +6,8 @@ A run makes its own keys when it starts (`own_keys`), unless network.keys names 
     client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
 
 Everything on the wire is encrypted with them. The buffer's host needs server.key_secret and client.key, the other hosts
-client.key_secret and server.key. If the run made its keys, the driver sends the latter two files to all hosts, and the
-processes there delete them when they are stopped.
+client.key_secret and server.key. If the run made its keys, the driver sends the latter two files to all hosts, where
+server processes delete them when they are stopped.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from buffer.stored_group import DropReason, State, StoredGroup
 
 
 class Mode(ABC):
-    """Base class of the policies, which decide which groups may start, form a batch or are late, and on pushes.
+    """Base class of the policies: they decide which groups start, form a batch or are late, and when a push begins.
 
     The methods here have the rules that most policies share.
     """
@@ -118,7 +118,7 @@ class _ByDeadline(Mode):
     def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
         """Return how many groups of batch `version` are fresh; None if the learner must wait for more groups.
 
-        The arguments are those of `fresh_to_take`.
+        See `fresh_to_take` for the arguments.
         """
 
     def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
@@ -200,7 +200,7 @@ class Mask(_ByDeadline):
 class Exact(Mode):
     """Policy of `staleness.mode: exact`: each group is admitted for one batch, whose tokens are all equally old.
 
-    They are exactly staleness.max versions old, and less only in the first batches.
+    Every token is exactly staleness.max versions old. Only the first batches have younger tokens.
     """
 
     def __init__(self, rules: Rules) -> None:

@@ -120,7 +120,7 @@ def admission_capacity(slots_held: int, slots: int) -> int:
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
-    """Return whether batch `version` may train on tokens of these versions: a boolean array in the shape of `versions`.
+    """Return which tokens batch `version` may train on: a bool array in the shape of `versions`, the tokens' versions.
     """
     trainable: BoolArray = version - versions <= max_staleness
     return trainable

@@ -125,7 +125,12 @@ class Store:
             self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool, data_row: int = -1) -> None:
-        """Drop a running group that has no result, and free its slot. With `requeue` a later group gets its prompt."""
+        """Drop a running group that has no result, and free its slot. With `requeue` a later group gets its prompt.
+
+        Args:
+            cause: why the group failed, for messages and the journal.
+            data_row: the row of the prompt in task.path, or its number in another task; -1: not known.
+        """
         self.state.accounting.last_failure = cause
         row = self.state.running[group_id]._replace(error=cause, data_row=data_row)
         self.state.drop(row, "failed", requeue)
@@ -316,7 +321,8 @@ def restore_checkpoint(
         past: [group id] a group that arrived before the earlier run ended, perhaps after the checkpoint.
 
     Returns:
-        The ids of the groups that arrived with tokens of known versions, also of those dropped as `late` or `failed`.
+        The ids of all groups that arrived with tokens of known versions, even if they are dropped as `late` or
+            `failed`.
     """
     rows = [
         StoredGroup(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)

@@ -98,7 +98,7 @@ class StoreState:
         """Number of batches trained so far; it is also the newest policy version."""
         self.served_version: int | None = None
         self.first_version = 0
-        """The version from which exact mode counts its batches: 0, or that of a resume."""
+        """The first version of exact mode: 0, or the version of a resume that dropped all groups."""
         self.is_draining = False
         """Whether no group may start because a push waits for the running ones (weight_sync.on_update=drain)."""
         self.aborts: dict[str, list[int]] = {}

@@ -131,9 +131,9 @@ def most_of_one_reward(prompts_per_step: int, epoch: int) -> int:
 
 
 class FlatGroups:
-    """Counts flat groups in a row. In a flat group all answers got the same reward, so nothing can be learned from it.
+    """Counts flat groups in a row. In a flat group all answers got the same reward, so it has nothing to train on.
 
-    A restarted buffer begins to count anew.
+    The counts start at 0 when the buffer is restarted.
 
     Args:
         prompts_per_step: the number of groups in a batch.

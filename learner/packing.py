@@ -103,9 +103,10 @@ def split_minibatches(
 def make_pieces(
     groups: Sequence[Group], pairs: Sequence[tuple[int, int]], max_tokens: int, max_rows: int, layout: Layout
 ) -> list[Piece]:
-    """Return pieces of at most `max_rows` rows and `max_tokens` tokens; a longer single row gets its own piece.
+    """Group rows into pieces: a prompt with rows of its group, at most `max_rows` rows and `max_tokens` tokens.
 
-    Rows do not share a prompt if the engine computed it with different experts for them.
+    A single row that is longer gets its own piece. Rows do not share a prompt if the engine computed it with different
+    experts for them.
 
     With prompt length P and fed answer tokens that add up to R, k rows share a piece while R^2 <= k * P^2, and
     always where attention is sparse. Such a piece never costs more than k pieces: linear layers see P + R <= kP + R
@@ -151,6 +152,10 @@ def plan_microbatches(
     Each piece, longest first, goes to the rank with the fewest tokens so far. The pieces of a rank share packs, or get
     a pack each where that is cheaper. Ranks with fewer micro-batches get empty ones, because collectives need equal
     counts.
+
+    Args:
+        max_tokens: the most tokens of a micro-batch, including padding, unless one piece is longer.
+        layout: the kinds of packs that attention can compute.
     """
     loads = [0] * ranks
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -369,7 +374,7 @@ def collate(
     Args:
         packs: [pack][piece].
         advantages: [group][row], [T] each.
-        is_trained: False: a filler, in which no token is trained. It only keeps this rank's collectives in step.
+        is_trained: False: a filler without trained tokens, which only keeps this rank's collectives in step.
     """
     width = max(sum(piece.length for piece in pack) for pack in packs)
     tokens = np.zeros((len(packs), width), np.int64)
@@ -480,7 +485,7 @@ def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tens
 SPLIT_PREFIX = "sequence_parallel_"
 """Prefix of the names of sequence-parallel attention in transformers' table; the name of a kernel follows."""
 RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
-"""Prefixes of configuration keys of models with recurrent layers, in which no attention mask separates rows."""
+"""Prefixes of configuration keys of models with recurrent layers. No attention mask separates rows in such layers."""
 WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size", "window_size")
 
 

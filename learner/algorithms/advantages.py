@@ -20,7 +20,7 @@ from learner.packing import ResponseTokens, reward_at_tokens, rows_by_episode
 
 
 def grpo(rewards: Tensor, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """A_i = (x_i - mean(x)) / (std(x) + eps). Equal rewards give zeros. [G] -> [G], G >= 2.
+    """Group-relative advantages: A_i = (x_i - mean(x)) / (std(x) + eps). Equal rewards give zeros. [G] -> [G], G >= 2.
 
     Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1.1.
     """
@@ -36,7 +36,7 @@ def dr_grpo(rewards: Tensor) -> Tensor:
 
 
 def rloo(rewards: Tensor) -> Tensor:
-    """A_i = x_i - mean_{j != i}(x_j) = G / (G - 1) * (x_i - mean(x)). [G] -> [G], G >= 2.
+    """Leave-one-out advantages: A_i = x_i - mean_{j != i}(x_j) = G / (G - 1) * (x_i - mean(x)). [G] -> [G], G >= 2.
 
     Source: Kool et al. 2019; for language models Ahmadian et al. 2024, arXiv 2402.14740.
     """
@@ -124,19 +124,20 @@ def vtrace(
     rewards: Tensor, values: Tensor, log_ratios: Tensor, mask: Tensor, gamma: float, lam: float,
     rho_cap: float = 1.0, c_cap: float = 1.0, bootstrap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace over the tokens in the mask of each row; all tensors are [B, T], log ratios are proximal - behaviour.
+    """Return (advantages A, value targets v) by V-trace over each row's tokens in the mask. All tensors are [B, T].
 
         rho = exp(log ratio),  rhobar = min(rho, rho_cap),  c = lam * min(rho, c_cap)
         v_t = V_t + rhobar_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})
         A_t = rhobar_t (r_t + gamma (lam v_{t+1} + (1 - lam) V_{t+1}) - V_t)
 
-    A contains rhobar, so the loss takes no importance weight of its own. With gamma = 1 a final reward reaches a
-    token through the product of the c after it, which decays as (1 - TV)^length: the metric `vtrace/reach`.
+    Both are 0 where the mask is False. The log ratios are proximal - behaviour logprobs. A contains rhobar, so the loss
+    takes no importance weight of its own. With gamma = 1 a final reward reaches a token through the product of the c
+    after it, which decays as (1 - TV)^length: the metric `vtrace/reach`.
 
     Sources: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, equations 1 and 4; lam as in rlax.
 
-    Returns:
-        (A, v), 0 where the mask is False.
+    Args:
+        bootstrap: V after the last token of a row, as in `gae`.
     """
     rho = bounded_exp(log_ratios)
     weights, traces = rho.clamp(max=rho_cap), lam * rho.clamp(max=c_cap)
@@ -203,7 +204,7 @@ def critic_advantages(
 
 
 def penalty_to_go(penalty: Tensor, response: ResponseTokens, gamma: float) -> Tensor:
-    """Return for each token the discounted sum of its penalty and of those on later trained tokens. [N] -> [N]."""
+    """Return for each token the discounted sum of its own and of later trained tokens' penalties. [N] -> [N]."""
     return _tokens(returns_to_go(_rows(penalty, response), _rows(response.trained, response), gamma), response)
 
 

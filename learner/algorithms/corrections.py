@@ -28,7 +28,7 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
 
 
 def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the weight rho_t of each token. [N]
+    """Return the importance weight of each token: rho_t = its proximal / its behaviour probability. [N]
 
     It has the least variance, but a bias, because it ignores the tokens before it.
 
@@ -163,6 +163,9 @@ def step_scale(sum_of_weights: float, sum_of_squares: float, number: float) -> f
 
     Source: VCPO, arXiv 2602.17616. A weighted mean over N samples has the standard error of a mean over ESS samples, so
     the batch gets the learning rate of ESS samples: with Adam lr * sqrt(ESS / N).
+
+    Args:
+        sum_of_weights, sum_of_squares, number: sum w, sum w^2 and N of `weight_sums`, added up over the batch.
     """
     is_known = sum_of_squares > 0 and math.isfinite(sum_of_weights) and math.isfinite(sum_of_squares)
     return sum_of_weights / math.sqrt(number * sum_of_squares) if is_known else 1.0

@@ -147,6 +147,10 @@ def add_policy(
     """Add to `sums` the entropy, how far the learner moved since step start, and clipping by the sign of the advantage.
 
     All tensors are [N], one number for each response token of the micro-batch; only trained tokens count.
+
+    Args:
+        logprobs, proximal: learner logprobs now, and at step start.
+        clipped: bool, as in LossOutput.
     """
     positive, negative = advantages > 0, advantages < 0
     sums.add_by_staleness(
@@ -231,7 +235,7 @@ def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) ->
     """Return metrics named `path`/... of the tokens whose sums are in `t`.
 
     Args:
-        by: the metric by which a mean over steps weighs each step.
+        by: name of the metric that weighs each step in a mean over steps.
     """
     n, policy_tokens = max(t["tokens"], 1.0), t["policy_tokens"]
     mean = t["rho"] / n
@@ -287,8 +291,10 @@ def explained_variance(totals: Totals) -> float:
 def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metric]:
     """Return the mean reward of a batch by the task's rule, and its correlation with the rewards of a reward model.
 
-    The correlation is left out if the rule's reward is also trained on (not `is_gold`), or if either gives all answers
-    the same reward.
+    Args:
+        by_rule, by_model: the batch with the rewards of the rule, and with the model's.
+        is_gold: the rule is only a yardstick. Otherwise it is also trained on, and there is no correlation. There is
+            none either if one of the two gives all answers the same reward.
     """
     rule, model = (
         np.array([reward for group in batch.groups for reward in group.episode_rewards])
@@ -316,9 +322,9 @@ def _support_metrics(supports: Sequence[Support]) -> list[Metric]:
 def batch_metrics(batch: Batch) -> list[Metric]:
     """Return metrics of a batch: reward, staleness and length of its episodes, and the buffer's counters.
 
-    The staleness of an episode is that of its oldest trained token. It is the sum of `in_flight`, the versions that
-    passed while the episode was generated, and `in_queue`, those that passed in the buffer. Episodes without trained
-    tokens have no staleness. The length of an episode is the number of tokens that the model sampled in it.
+    The staleness of an episode is the staleness of its oldest trained token. It is the sum of `in_flight` (versions
+    that passed during generation) and `in_queue` (versions that passed in the buffer). Episodes without trained tokens
+    have no staleness. The length of an episode is the number of tokens that the model sampled in it.
     """
     episodes = [[group.rows[row] for row in rows] for group in batch.groups for rows in rows_by_episode(group)]
     rewards = np.array([reward for group in batch.groups for reward in group.episode_rewards])

@@ -234,14 +234,17 @@ def kl_k1(logprobs: Tensor, other: Tensor) -> Tensor:
     """k1 = log p - log q. Its mean over samples of p estimates KL(p || q) without bias; it may be negative.
 
     Use it in rewards, not as a loss: its gradient has mean zero. Source: Schulman 2020, "Approximating KL Divergence".
+
+    Args:
+        logprobs, other: log p and log q of the sampled tokens. Any shape.
     """
     return logprobs - other
 
 
 def kl_k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """k2 = (log p - log q)^2 / 2: a biased estimate with the gradient of KL(p || q), over samples of p.
+    """k2 = (log p - log q)^2 / 2: over samples of p a biased estimate of KL(p || q), but with its gradient.
 
-    Source: as for k1; tests/vectors.json (`kl_expected_gradient`) has gradients.
+    Source and arguments: as for k1; tests/vectors.json (`kl_expected_gradient`) has gradients.
     """
     return 0.5 * (logprobs - other).square()
 
@@ -249,7 +252,7 @@ def kl_k2(logprobs: Tensor, other: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """k3 = q / p - 1 - log(q / p) >= 0. Over samples of p it has no bias, like k1, and less variance.
 
-    As a loss it has the gradient of the other divergence, KL(q || p). Source: as for k1.
+    As a loss it has the gradient of the other divergence, KL(q || p). Source and arguments: as for k1.
     """
     log_ratio = other - logprobs
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio

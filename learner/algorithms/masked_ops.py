@@ -27,11 +27,11 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the sum over the tokens of each of `count` rows. Values [N], index of the row [N] -> [count]."""
+    """Return the sum of the values of each row's tokens. Values [N] and each token's row index [N] -> [count]."""
     return values.new_zeros(count).index_add(0, rows, values)
 
 
 def mean_by_row(values: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the mean over the trained tokens of each row, 0 where it has none. [N], [N] bool, [N] -> [count]."""
+    """Return the mean value of each row's trained tokens; 0 for a row without any. [N], [N] bool, [N] -> [count]."""
     tokens = sum_by_row(trained.to(values.dtype), rows, count).clamp(min=1)
     return sum_by_row(torch.where(trained, values, 0.0), rows, count) / tokens

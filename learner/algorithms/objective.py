@@ -118,8 +118,8 @@ class Objective:
     def normaliser(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> float:
         """Return the number, at least 1, that the policy loss summed over rows is divided by (algorithm.aggregation).
 
-        It counts trained tokens and those that are masked only as too old. So that mask removes their loss, and does
-        not amplify the loss of the others.
+        It counts trained tokens, and also tokens masked only as too old. So that mask removes their loss without
+        amplifying the loss of the others.
 
         Args:
             pairs: (group, row) indices of the rows of whole episodes.
@@ -229,7 +229,7 @@ class Objective:
         is_first_epoch: bool,
         masses: Tensor | None = None,  # [2, N] of score_supports
     ) -> None:
-        """Add to `sums` the terms of the step's metrics. Those on off-policy data are added only in the first epoch."""
+        """Add to `sums` the terms of the step's metrics. Off-policy metrics cover only the first epoch."""
         algorithm, response, trained, of = self.config.algorithm, micro.response, micro.response.trained, losses
         if of.critic is not None:
             add_critic(sums, _computed(of.old_values), _computed(of.returns), trained)
@@ -281,8 +281,8 @@ class Objective:
     def proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         """Return the proximal logprobs [N], detached, 0 if untrained.
 
-        With algorithm.old_logprobs interpolate they lie between behaviour and `logprobs`. Otherwise they are those of
-        step start, or `logprobs` if step start computed none.
+        With algorithm.old_logprobs interpolate they lie between behaviour and `logprobs`. Otherwise step start has
+        computed them, or they are equal to `logprobs`.
 
         Args:
             logprobs: [N] the learner logprobs of this pass.
@@ -294,7 +294,12 @@ class Objective:
     def _advantages(
         self, micro: MicroBatch, proximal: Tensor, values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (advantages [N], the critic's targets [N] or None), with a k1_reward KL penalty, not yet whitened."""
+        """Return (advantages [N], the critic's targets [N] or None), with a k1_reward KL penalty, not yet whitened.
+
+        Args:
+            proximal: [N] proximal logprobs.
+            values: [N] the critic's old values; None without a critic.
+        """
         response, algorithm = micro.response, self.config.algorithm
         penalty = torch.zeros_like(proximal)
         if algorithm.kl.kind == "k1_reward":
@@ -336,7 +341,7 @@ class Objective:
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the values of all shares of the batch, concatenated. [n_i] on this rank -> [n]. Collective.
 
-        The ranks of a sequence group have the same values, so only those of the first rank are taken.
+        All ranks of a sequence group have the same values, so only the first rank's are taken.
         """
         values = torch.cat(list(parts))
         sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]

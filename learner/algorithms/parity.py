@@ -63,6 +63,10 @@ def add_supports(
     top_p keeps the most probable ids until their probability reaches top_p. So a support without its least probable id
     has less than top_p, and the whole support has at least top_p, unless top_k or min_p leave more out. With top_k
     alone a support has top_k ids.
+
+    Args:
+        sampling: the run's temperature, top_p, top_k and min_p.
+        tolerance: how much the learner's probability of a support may differ, from MASS_TOLERANCE.
     """
     counts = response.comparable & response.trained & (sizes > 0)
     mass, without_least = masses
@@ -78,15 +82,14 @@ def add_supports(
 
 
 def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
-    """Return the metrics `parity/<axis>/...` from the sums of all ranks. An axis without tokens has none.
+    """Return the metrics `parity/<axis>/...` from the sums of all ranks, for each axis with tokens.
 
-    mean_abs, p99_abs, max_abs: of |d|, in nats; p99_abs is the upper end of its bin.
-    ratio_mean, ratio_var: of w. The standard error of ratio_mean is sqrt(ratio_var / tokens).
-    surprise, surprise_error: the mean of log q + H in nats, and its standard error.
-    slope, slope_error: the least-squares slope of d over log q + H, and its standard error.
-    explained: the share of d's variance that this line explains.
-    parity/support/...: `wrong` is the share of tokens of `add_supports`, `mass` the mean probability of a support.
-    parity/precision/bits: of `dtype`, in which the learner computes: limits follow from it.
+    mean_abs, p99_abs, max_abs: of |d|, in nats; p99_abs is the upper end of its bin. ratio_mean, ratio_var: of w. The
+    standard error of ratio_mean is sqrt(ratio_var / tokens). surprise, surprise_error: the mean of log q + H in nats,
+    and its standard error. slope, slope_error: the least-squares slope of d over log q + H, and its standard error.
+    explained: the share of d's variance that this line explains. parity/support/...: `wrong` is the share of tokens
+    counted by `add_supports`, `mass` the mean probability of a support. parity/precision/bits: bits of `dtype`, the
+    learner's compute type. Limits follow from it.
     """
     metrics = [Metric("parity/precision/bits", 8.0 * dtype.itemsize, "last", unit="bits")]
     for axis in AXES:

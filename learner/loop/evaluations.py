@@ -50,7 +50,7 @@ class Evaluations:
         self._push_spans: list[Span] = []
 
     def connect(self) -> list[ServersLost]:
-        """Connect to the evaluation servers, and return reports of those that died meanwhile."""
+        """Connect to the evaluation servers. Returns a report of the servers that died meanwhile, or []."""
         return self.weights.connect() if self.weights else []
 
     def note_push(self, seconds: float) -> None:
@@ -151,7 +151,7 @@ class EvalSchedule:
         return is_due
 
     def is_due(self, version: int) -> bool:
-        """Return whether `version` has to be evaluated if it is the next version that all servers serve."""
+        """Return whether `version`, if all servers serve it next, must be evaluated by eval.every_steps."""
         if self._eval.every_steps == 0 or self._eval.num_prompts == 0:
             return False
         return self._served // self._eval.every_steps < version // self._eval.every_steps

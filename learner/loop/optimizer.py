@@ -236,7 +236,7 @@ class Optimizer:
         self._grad_clip = config.grad_clip
         self._max_skipped = config.max_skipped_steps
         self.steps = 0
-        """The number of steps taken, including those before a resume."""
+        """The number of steps taken, also before a resume."""
         self._skipped_in_a_row = 0
         self._begun = torch.empty(0)
         self.average: WeightAverage | None = None
@@ -343,7 +343,7 @@ class Optimizer:
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's state of a parameter: its own tensors, not copies, and its numbers as tensors.
 
-        AdamW's are zeros before the first step; other optimizers have none until then.
+        AdamW's tensors are zeros before the first step. Other optimizers have no state until then.
         """
         inner = self._inner_of[parameter]
         state = inner.state[parameter]

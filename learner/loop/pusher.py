@@ -132,7 +132,8 @@ class Pusher:
         return replace(report, num_repeats=num_repeats, num_unequal=num_unequal), lost
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which pushes send the average weights, or one without effect (no learner.ema_decay)."""
+        """Return a context: inside, pushes send the moving average of the weights. No effect without learner.ema_decay.
+        """
         return self._updater.averaged()
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -55,7 +55,7 @@ class DriverRequests:
         self._changed.set()
 
     def wait_paused(self) -> None:
-        """Wait for a request that ends the pause, at most PAUSE_BEAT_S. Then rank 0 tells the other ranks again."""
+        """Wait for a request that ends the pause, at most PAUSE_BEAT_S: the other ranks wait for news from rank 0."""
         self._changed.wait(PAUSE_BEAT_S)
 
     def saved(self) -> None:

@@ -133,8 +133,8 @@ class Updater:
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
         """Train on `batch`, and return metrics over all ranks. Collective.
 
-        Afterwards the attribute `trained` is the batch with the rewards that were used, such as those of a reward
-        model.
+        Afterwards the attribute `trained` is the batch with the rewards that were used: a reward model replaces the
+        task's.
 
         Args:
             recorder: gets the logprobs of every forward pass.
@@ -205,7 +205,12 @@ class Updater:
         return metrics + self._limit_metrics(scale, is_skipped, is_stopped)
 
     def _limit_metrics(self, scale: float, is_skipped: bool, is_stopped: bool) -> list[Metric]:
-        """Return the metrics of learner.lr_by_ess, algorithm.skip_batch_kl and .early_stop_kl, where these are set."""
+        """Return the metrics of learner.lr_by_ess, algorithm.skip_batch_kl and .early_stop_kl, where these are set.
+
+        Args:
+            scale: the factor of the learning rate.
+            is_skipped, is_stopped: a KL limit has skipped the batch, or has stopped the training of the policy on it.
+        """
         algorithm, metrics = self.config.algorithm, []
         if self.config.learner.lr_by_ess != "off":
             metrics.append(Metric("policy/lr_scale", scale))
@@ -232,7 +237,7 @@ class Updater:
         return totals
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the policy has its average weights. Every rank must enter and leave it.
+        """Return a context: inside, the policy's weights are their moving average. Every rank must enter and leave it.
 
         Without learner.ema_decay the context has no effect.
         """
@@ -306,7 +311,7 @@ class Updater:
         """Run forward, loss and backward for every micro-batch of a minibatch; the gradients add up. Collective.
 
         Args:
-            sums: the sums for metrics, to which this pass is added.
+            sums: the sums for metrics; this pass is added.
             trains_policy: False: the policy only gets a forward pass, as in the critic's warm-up.
 
         Returns:
@@ -349,12 +354,20 @@ class Updater:
         (loss * self.ranks.shares).backward()
 
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
-        """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective."""
+        """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective.
+
+        Args:
+            logprobs: the learner logprobs [N] of each micro-batch, as for `_proximal`.
+        """
         behaviour = [micro.response.behaviour for minibatch in minibatches for micro in minibatch.micro_batches]
         return self._mean_kl(minibatches, behaviour, self._proximal(minibatches, logprobs))
 
     def _lr_scale(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
-        """Return the factor, 0 to 1, of the policy's learning rate for this batch (learner.lr_by_ess). Collective."""
+        """Return the factor, 0 to 1, of the policy's learning rate for this batch (learner.lr_by_ess). Collective.
+
+        Args:
+            logprobs: the learner logprobs [N] of each micro-batch, as for `_proximal`.
+        """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for micro, proximal in zip(micro_batches, self._proximal(minibatches, logprobs), strict=True):
@@ -429,8 +442,8 @@ def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
 def _step_metrics(network: str, steps: Sequence[OptimizerStep], totals: Totals) -> list[Metric]:
     """Return the metrics of the optimizer steps that `network` took on one batch; [] without steps.
 
-    They are the last learning rate, the root mean square by which weights moved, the number of skipped steps, and the
-    mean loss and gradient norm of the other steps.
+    They are the last learning rate, the root mean square change of a weight, the number of skipped steps, and the mean
+    loss and gradient norm of the other steps.
     """
     if not steps:
         return []

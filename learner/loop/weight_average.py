@@ -44,7 +44,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context in which the module's weights are the averages. Every rank must enter and leave it."""
+        """Return a context: inside, the module's weights are the averages. Every rank must enter and leave it."""
         self._swap()
         try:
             yield

@@ -123,7 +123,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the bytes of tensors made in it: `live` are those alive now, `peak` the most so far.
+    """A context that counts the bytes of tensors made inside: `live` is the present number, `peak` the highest so far.
 
     Tensors without data count too. It does not see what one operation allocates for itself. Views of `existing` tensors
     cost nothing.

@@ -110,14 +110,14 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
 
 
 class _ItemsAreOne(TorchDispatchMode):
-    """A context in which `item()` of a tensor without data returns 1. Adafactor calls it."""
+    """A context: inside, `item()` of a tensor without data returns 1. Adafactor calls it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
 
 
 def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
-    """Return the bytes of the tensors that learner.optimizer keeps for weights of these shapes.
+    """Return the bytes of optimizer state that learner.optimizer keeps for weights of these shapes.
 
     An optimizer that takes no step on this host, for example because it needs a GPU, is counted as AdamW.
 

@@ -13,7 +13,7 @@ _PROBE = "position_probe"
 
 
 class _AnswerError(Exception):
-    """Ends a forward pass at its first attention, with the answer: later layers may need data."""
+    """An exception that brings the answer out of a forward pass at its first attention: later layers may need data."""
 
     def __init__(self, has_positions: bool) -> None:
         self.has_positions = has_positions

@@ -72,7 +72,7 @@ def dropouts(lm: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
-    """Return a context in which the adapters of `lm`, if it has any, have no effect."""
+    """Return a context: inside, the adapters of `lm`, if it has any, have no effect."""
     layers = _layers(lm)
     scaling = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:

@@ -86,7 +86,7 @@ def open_model(model_class: Any, path: str, dtype: torch.dtype, **settings: Any)
 
 
 class StoredWeights:
-    """For `read_weights`: in which file each weight of a model is, and how the others are initialised.
+    """Knows for `read_weights` which file has each weight of a model, and how the other weights are initialised.
 
     Args:
         missing: names of the weights that no file has.

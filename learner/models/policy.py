@@ -48,7 +48,7 @@ class Policy(Network):
 
     @contextmanager
     def over_all_tokens(self) -> Iterator[None]:
-        """Return a context in which no token is forbidden."""
+        """Return a context: inside, no token is forbidden."""
         forbidden, self.forbidden = self.forbidden, ()
         try:
             yield
@@ -200,10 +200,7 @@ def whole_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Itera
 
 
 def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:
-    """Return the folders in which the policy of `version` has to be saved now: [] if none is due.
-
-    With `is_last` run_dir/model is one of them.
-    """
+    """Return where to save the policy of `version` now: run_dir/models/step_N if due, run_dir/model if `is_last`."""
     every_steps = config.checkpoint.models_every_steps
     due = [model_folder(config.run_dir, version)] if every_steps and version % every_steps == 0 else []
     return [*due, config.run_dir / "model"] if is_last else due

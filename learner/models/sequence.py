@@ -87,7 +87,7 @@ def split_attention(lm: Any) -> None:
 
 
 def split_states(lm: Any, inputs: PackedTokens, dtype: torch.dtype, ranks: DeviceMesh) -> Tensor:
-    """Return this rank's m last hidden states, those that `owners` assigns to it, [m, hidden]. Collective."""
+    """Return the m last hidden states that `owners` assigns to this rank, [m, hidden]. Collective."""
     rows, width = inputs.tokens.shape
     size = -(-width // ranks.size())
     first = ranks.get_local_rank() * size
@@ -180,6 +180,9 @@ def _describe(
 
 def head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
     """Return how often to repeat each key and value head so that all ranks get equally many; 0 if that is impossible.
+
+    Args:
+        heads, kv_heads: the numbers of query heads, and of key and value heads, in a layer.
     """
     repeats = ranks // math.gcd(kv_heads, ranks)
     return repeats if heads % ranks == 0 and heads // kv_heads % repeats == 0 else 0

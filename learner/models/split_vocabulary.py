@@ -285,7 +285,7 @@ class _SplitScores(torch.autograd.Function):
 
 
 def _own_supports(supports: TokenSupports, head: Tensor) -> TokenSupports:
-    """Return the supports with only those ids that are rows of this rank's part of the head."""
+    """Return the supports with only the ids that are rows of this rank's part of the head."""
     is_here = (supports.ids >= 0) & (supports.ids < len(head))
     owners = supports.owners[is_here].cpu()
     sizes = torch.bincount(owners, minlength=len(supports.offsets) - 1)

@@ -142,7 +142,7 @@ def _inside(logp: Tensor, supports: TokenSupports) -> tuple[Tensor, Tensor, Tens
 
 
 def without_supports(grads: Tensor | None, supports: TokenSupports) -> Tensor | None:
-    """Return the gradients [n] with 0 for each token that has a support."""
+    """Return the gradients [n] of tokens, with 0 for each token that has a support. None stays None."""
     return None if grads is None else grads.masked_fill(supports.sizes > 0, 0.0)
 
 

@@ -93,7 +93,7 @@ class PretrainingTerm:
 
         Args:
             step: number of the policy's optimizer step, as for `rows`.
-            sums: the sums for metrics, to which loss and tokens are added.
+            sums: the sums for metrics; loss and tokens are added.
         """
         groups = tuple(_group(self._rows[index]) for index in self.rows(step))
         batch = Batch(version=0, groups=groups, finished_versions=(0,) * len(groups))

@@ -30,7 +30,7 @@ _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two or more answers to a prompt, and which of them are preferred to which."""
+    """Two or more answers to a prompt, and the pairs in which one is preferred to the other."""
 
     rows: Sequence[RewardRow]
     """[K] the prompt with each answer."""
@@ -133,7 +133,10 @@ def _check_lengths(scorer: Scorer, data: RewardData) -> None:
 
 
 def lr_factor(done: int, steps: int) -> float:
-    """Return the factor of the peak learning rate after `done` of `steps` steps: warm-up, 1, then a fall to 0."""
+    """Return the factor of the peak learning rate after `done` of `steps` steps.
+
+    It rises to 1 over the first 5 % of the steps, and falls to 0 over the last 20 %.
+    """
     return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), decayed(done, steps, _DECAY_FRACTION))
 
 
@@ -141,6 +144,9 @@ def backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, cente
     """Compute the gradients of the mean loss over the comparisons `batch`, and return loss and accuracy as metrics.
 
     A forward pass has one or more whole comparisons. Several have at most `max_tokens` tokens, including padding.
+
+    Args:
+        centering: the coefficient of `bradley_terry`.
     """
     loss, right = 0.0, 0.0
     for part in _parts(batch, max_tokens):

@@ -130,7 +130,7 @@ def lr_factor(done: int, steps: int) -> float:
 
 
 def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the example indices of each batch, without end: the epochs in a row, each shuffled anew by `seed`.
+    """Yield the example indices of each batch, endlessly: one epoch after the other, each shuffled by `seed`.
 
     A batch may take examples of two epochs.
     """

@@ -47,8 +47,7 @@ class GenerationRequest:
     A group of multi-turn episodes may have several requests at the engine simultaneously."""
     prompt: Prompt
     start_version: int
-    """The served version when the group was admitted; 0 in an evaluation. No older version may sample tokens of the
-    replies."""
+    """The served version when the group was admitted; 0 in an evaluation. No older version may sample its replies."""
     seed: int
     n: int
     max_tokens: int
@@ -97,8 +96,7 @@ class SampledReply:
 
     routing: RoutingArray | None = None
     """[P + T - 1, layers, k] the experts that each token of prompt and reply was fed through in its first forward
-    pass. Later passes with newer weights do not change it. The last token was not fed. None unless the request wants
-    it."""
+    pass; later passes with newer weights are ignored. The last token was not fed. None unless the request wants it."""
 
     def cut(self, length: int) -> SampledReply:
         """Return the first `length` tokens as a reply with finish_reason `stop`."""

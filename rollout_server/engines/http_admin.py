@@ -73,10 +73,8 @@ class HttpAdmin:
     def pause(self, on_update: str) -> None:
         """Pause generation as weight_sync.on_update says.
 
-        All policies except `in_place` drop the KV and the prefix cache.
-
-        While requests are paused in place, a server refuses to flush its cache, and crashes if an update asks for a
-        flush.
+        All policies except `in_place` drop the KV and the prefix cache. While requests are paused in place, a server
+        refuses to flush its cache, and crashes if an update asks for a flush.
         """
         mode = PAUSE_MODES[on_update]
         self.ask("POST", "/pause_generation", {"mode": mode})

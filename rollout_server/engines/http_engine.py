@@ -226,8 +226,7 @@ class OpenReply:
     def add_routing(self, routing: RoutingArray) -> None:
         """Append the experts of the tokens that have none recorded yet.
 
-        After an abort the server recomputes the earlier tokens, perhaps with newer weights; their first experts are
-        kept.
+        After an abort the server recomputes earlier tokens, perhaps with newer weights; their first experts are kept.
 
         Args:
             routing: the experts of all tokens so far except the last.

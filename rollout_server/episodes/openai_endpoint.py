@@ -33,8 +33,7 @@ MAX_BODY_BYTES = 16 * 2**20
 LARGE_BODY_BYTES = 100_000
 """Longer bodies are parsed in a thread."""
 HEAD_S = 75.0
-"""How long a connection may stay open before the first request and between requests, until the request's head is
-complete."""
+"""How long a connection may stay open without a complete request head, at its start and after each reply."""
 NUM_REMEMBERED = 10_000
 """The number of ended sessions that are remembered. A late request to one of them gets status 410 instead of 401."""
 _RETRY_COUNT = "x-stainless-retry-count"

@@ -70,8 +70,7 @@ class NamedReward:
     """A digest of the reward's code and settings, part of the keys of cached verdicts. Empty: verdicts are not cached.
     """
     logs_score: bool = False
-    """Whether the score is logged under the reward's name. False for the only reward of a run, whose score is the
-    run's."""
+    """Whether the score is logged under the reward's name. False if it is the run's only reward."""
     about: str = ""
     """What `async-rl status` says about the reward."""
 

@@ -63,15 +63,14 @@ class Reward:
     """Called once in each worker with the configuration and the settings. Returns a context that opens what the
     reward needs and yields the scoring function, which then takes no settings."""
     of: Of = "answer"
-    """What is scored, the function's second argument: the text of one answer, one Episode, or a list of a group's
+    """What is scored, the function's second argument: the text of an answer, an Episode, or a list of a group's
     Episodes."""
     settings: Any = None
     """The class of the reward's settings, made by async_rl.base.config.section.section. None: it has no settings."""
     is_function_of_input: bool = False
     """Whether the same question, answer and settings always give the same verdict. Only then verdicts may be cached."""
     inputs: Callable[[Config], Any] | None = None
-    """Returns further parts of the configuration on which cached verdicts depend, as plain JSON values. None: no
-    others."""
+    """Returns further parts of the configuration on which cached verdicts depend, as JSON values. None: no others."""
     modules: tuple[str, ...] = ()
     """Further modules on whose code cached verdicts depend, besides the function's own module. A package stands for
     all its modules."""

@@ -65,8 +65,8 @@ class AskingSettings:
     """The settings that all judge rewards share."""
 
     prompt: str = ""
-    """The judge's prompt. {question} and {reference}, the right answer, are replaced; other braces stay. Empty: a
-    default."""
+    """The judge's prompt; empty: a default. {question} and {reference}, the right answer, are replaced, other braces
+    not."""
     system: str = ""
     """The judge's system message. Nothing is replaced in it."""
     max_tokens: PositiveInt = 1024
@@ -97,8 +97,7 @@ class PairSettings(AskingSettings):
     """The settings of the reward `judge_pairwise`. Its prompt must contain {answer_a} and {answer_b}."""
 
     opponents: NonNegativeInt = 0
-    """How many other answers of its group each answer is compared with, at least; 0: all. A comparison takes two
-    requests."""
+    """The fewest other answers of its group that each answer is compared with; 0: all. A comparison is two requests."""
 
 
 @section("task.rewards.params")
@@ -115,8 +114,7 @@ class JudgeReply:
     is_cut_off: bool = False
     """Whether the reply ended at max_tokens."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Counts of requests, retries, prompt_tokens and completion_tokens, and limited_s, the seconds spent on the rate
-    limit."""
+    """requests, retries, prompt_tokens, completion_tokens, and limited_s (seconds waited for the rate limit)."""
 
 
 class _RefusedError(Exception):

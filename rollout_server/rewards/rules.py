@@ -28,8 +28,7 @@ from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
 
 Rule = Callable[[Question, str], float]
-"""A function from the question and the text of a response, without special tokens, to the reward. It must be
-thread-safe."""
+"""A function from the question and a response's text, without special tokens, to the reward. It must be thread-safe."""
 
 TAIL_CHARACTERS = 300
 """The length of the response's end in which the GSM8K rules look for the answer."""

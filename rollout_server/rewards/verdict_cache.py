@@ -170,8 +170,7 @@ def _modules_of(function: Any) -> set[str]:
 
 
 def _lasting(value: Any, place: str) -> Any:
-    """Return an argument of a partial in a form that later runs share: a JSON value, or the name of a function or
-    class.
+    """Return an argument of a partial in a form that later runs share: JSON, or a function's or class's name.
 
     Raises:
         ConfigError: it is another object, which a later run could not compare.

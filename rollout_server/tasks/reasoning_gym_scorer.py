@@ -33,8 +33,7 @@ from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
 from rollout_server.tasks.reasoning_gym_answers import entry_of, score_here
 
 CPU_S, WALL_S = 5.0, 10.0
-"""The limits of CPU time and of elapsed time for scoring one answer. If scoring takes longer, the answer counts as
-wrong."""
+"""The limits of CPU time and of elapsed time for scoring one answer. If it takes longer, the answer counts as wrong."""
 _MEMORY_BYTES = 1 << 30
 _MOST_SANDBOXES = 8
 """The most sandboxes. Each takes 90 MB, and seconds to start."""

@@ -46,8 +46,8 @@ class TrajectoryTexts:
     def _is_of(self, row: dict[str, Any], prompt: Prompt) -> bool:
         """Return whether a row answers this prompt: both have the same prompt tokens.
 
-        If the tokens are deleted, or the episode has turns, both must have the same `data_row`, in a run whose task
-        never changed.
+        If the tokens are deleted, or the episode has turns, both must have the same `data_row`, and the run's task must
+        never have changed.
         """
         if row["data_row"] not in (-1, prompt.data_row):
             return False

@@ -243,7 +243,7 @@ class HFEngine:
     def _advance(self) -> bool:
         """Do one round of the decode thread; return False if the engine was closed.
 
-        A round waits for work and runs the jobs. Unless paused, it then adds new groups and samples one token for each
+        A round waits for work and runs the jobs. Unless paused, it then adds new groups and samples a token for each
         row.
         """
         with self._changed:

@@ -20,8 +20,8 @@ from typing import Any
 
 ON_CPU = ("triton", "sgl_kernel", "torchvision")
 ON_GPU = ("flashinfer", "torchvision")
-"""Packages with stubs on a GPU. triton and sgl_kernel get none: SGLang needs them there, so their import errors are
-shown."""
+"""Packages with stubs on a GPU. Not triton and sgl_kernel: SGLang needs them there, so their import errors are shown.
+"""
 
 _WITH_FALLBACK = re.compile(r"triton\.knobs|sgl_kernel\..+|flashinfer\.norm")
 """Modules that SGLang imports in try/except and can work without."""

@@ -225,8 +225,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 def _wait_while_paused(scheduler: Scheduler) -> None:
     """Make a paused scheduler sleep until the next message, if the server has the flag `sleep-on-idle`.
 
-    Without this change SGLang's scheduler polls while it is paused, and uses a core that the learner needs for the
-    push.
+    Without this change SGLang's scheduler polls while paused, and uses a core that the learner needs for the push.
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()

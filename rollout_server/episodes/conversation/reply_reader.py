@@ -313,8 +313,7 @@ _MARK = re.compile(f"{THINK}|{END_OF_THINKING}|{_CALL}")
 _PYTHON_TAG = "<|python_tag|>"
 """The mark before a call of Llama, which the model may leave out."""
 _SEPARATOR = re.compile(r"\s*;?\s*")
-"""What ends a call of Llama: a semicolon, after which another call follows, or nothing. It always matches, so it never
-backtracks."""
+"""What ends a call of Llama: nothing, or a semicolon before another call. It always matches, so it never backtracks."""
 
 
 def _hermes_calls(text: str) -> tuple[str, list[str]]:

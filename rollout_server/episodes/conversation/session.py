@@ -508,8 +508,7 @@ def _routing(path: Sequence[Node]) -> RoutingArray | None:
 def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
     """Yield the token versions of each node of the path.
 
-    Rendered tokens get the version of the sampled token before them. At the start they get that of the first sampled
-    one.
+    Rendered tokens get the version of the sampled token before them, or at the start that of the first sampled token.
     """
     first = path[1].sampled
     assert first is not None, "a reply follows each context"

@@ -46,8 +46,7 @@ class Case:
     expected: Any = None
     """The expected output or value. For split asserts: the TakenApart. None for asserts that run inside."""
     kind: str = "output"
-    """output, value (of a function), outside (asserts evaluated outside the sandbox) or inside (asserts that run in
-    it)."""
+    """output, value (of a function), outside (asserts evaluated outside the sandbox) or inside (asserts run in it)."""
 
     @property
     def is_cheatable(self) -> bool:

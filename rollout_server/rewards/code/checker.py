@@ -83,8 +83,7 @@ class CodeSettings:
     python: PathText = ""
     """The Python that runs the programs, which can import its packages. Empty: the Python of the run."""
     wrap: str = ""
-    """A program to run, in which {answer} is replaced by the whole answer. Empty: the answer's last block of code is
-    run."""
+    """A program to run, with {answer} replaced by the whole answer. Empty: the answer's last block of code is run."""
     command: list[str] = field(default_factory=list)
     """For other languages: the command that runs a file, such as [node] or [bash]."""
     languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
@@ -153,8 +152,7 @@ def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
     """Return the program to run: the answer, followed by the code of the test case.
 
     Python programs begin with the answer's imports of __future__, which must come first, and then the imports that
-    verl's checker provides. If the case calls a function, code of the answer under `if __name__ == "__main__"` does not
-    run.
+    verl's checker provides. If the case calls a function, the answer's `if __name__ == "__main__"` block does not run.
     """
     if not settings.is_python:
         return program

@@ -45,8 +45,7 @@ GRACE_S = MARGIN_S - CLOSE_S
 """
 _COMPILE_S = 10.0
 SERVICE_MARGIN_S = 10.0
-"""How long a run at a service may last after its time limit, whatever the service does: queue, compile, fail, send
-slowly."""
+"""How long a run at a service may last after its time limit, even if the service queues, fails or sends slowly."""
 _MAX_CHARACTERS, _REST_BYTES = 12, 1 << 20
 """The most bytes of JSON for one byte each of output and errors (6 each), and those for the rest of a reply."""
 PAUSES_S = (1.0, 4.0)

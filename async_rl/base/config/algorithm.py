@@ -44,7 +44,7 @@ Bounds = Annotated[
 
 @section("algorithm.clip")
 class ClipConfig:
-    """The limits between which a loss clips its ratio: how far one batch may move the policy."""
+    """The limits to which a loss clips its ratio. They bound how far one batch moves the policy."""
 
     low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - low."""
@@ -85,28 +85,29 @@ class ScoreCenteringSettings:
     """The settings of the loss score_centering."""
 
     cap: Annotated[Unbounded, Field(ge=0)] = 2.0
-    """The largest importance weight, of the sampled token and of those that center it; .inf: no cap. 0: all weights
-    are 1."""
+    """The largest importance weight of the sampled token and of the tokens that center it; .inf: no cap. 0: all
+    weights 1."""
 
 
 @section("algorithm.correction.masks")
 class MasksConfig:
-    """Rules that leave tokens and rows out of the loss because they are too far off-policy. Any number of them can
-    be on at once. rho = exp(proximal - behaviour logprob)."""
+    """Rules that leave tokens and rows out of the loss because they are too far off-policy. Any number of them may
+    be on. rho = exp(proximal - behaviour logprob)."""
 
     token: Bounds = UNBOUNDED
     """A token is left out if its rho is outside of [low, high]. IcePop uses [0.5, 5.0]."""
     kpop: NonNegativeFloat = 0.0
-    """A token is left out if the binary KL divergence of its proximal and behaviour probabilities, in either direction,
-    is above this, in nats, e.g. 0.1. 0: off."""
+    """A token is left out if the binary KL divergence between its proximal and behaviour probabilities, in either
+    direction, is above this, in nats, e.g. 0.1. 0: off."""
     sequence: Bounds = UNBOUNDED
     """A row is left out if the product of its tokens' rho is outside of [low, high], e.g. [0.0, 3.0]."""
     geometric: Bounds = UNBOUNDED
     """A row is left out if the geometric mean of its tokens' rho is outside of [low, high], e.g. [0.99, 1.01]."""
     m2po: NonNegativeFloat = 0.0
-    """Tokens with the largest (log rho)^2 are left out until the mean of the rest is below this, e.g. 0.04. 0: off."""
+    """Tokens with the largest (log rho)^2 are left out until the mean over the others is below this, e.g. 0.04. 0: off.
+    """
     opsm: NonNegativeFloat = 0.0
-    """A row of negative advantage is left out if its mean log rho is below minus this, e.g. 0.5. 0: off."""
+    """A row with negative advantage is left out if its mean log rho is below minus this value, e.g. 0.5. 0: off."""
     veto: NonNegativeFloat = 0.0
     """A row is left out if one of its tokens has a rho below this, e.g. 1e-4. 0: off."""
 
@@ -116,12 +117,12 @@ class CorrectionConfig:
     """The importance weights that correct the loss for being off-policy, their limits, and the masks."""
 
     kind: Annotated[str, Named(CORRECTIONS, "algorithm.correction.kind", also=("auto",))] = "auto"
-    """Which weight a token has. auto: none at staleness.max 0 and where the loss or the advantage corrects already
-    (algorithm.old_logprobs rollout, algorithm.advantage vtrace), else token_tis."""
+    """The rule that computes the weight of each token. auto: none at staleness.max 0 and where the loss or the
+    advantage corrects already (algorithm.old_logprobs rollout, algorithm.advantage vtrace), else token_tis."""
     floor: NonNegativeFloat = 0.0
     """Weights below this are raised to it. Floor and cap together clip on both sides, e.g. {floor: 0.5, cap: 2.0}."""
     cap: Annotated[Unbounded, Field(gt=0)] = 2.0
-    """Weights above this are lowered to it; .inf: no cap."""
+    """Weights above this are lowered to this value; .inf: no cap."""
     batch_normalised: bool = False
     """Weights between floor and cap are divided by their mean over the minibatch."""
     masks: Section[MasksConfig] = field(default_factory=MasksConfig)
@@ -138,12 +139,12 @@ class CorrectionConfig:
 
     @property
     def entry(self) -> Correction | None:
-        """The `Correction` that `kind` names; None for auto, which Config.correction_kind resolves."""
+        """The `Correction` named by `kind`; None for auto, which Config.correction_kind resolves."""
         return None if self.kind == "auto" else find_entry(CORRECTIONS, self.kind, "algorithm.correction.kind")
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether `kind` names a correction that multiplies the loss by weights; False for auto and none."""
+        """Whether the user chose a correction that multiplies the loss by weights; False for auto and none."""
         return self.entry is not None and self.entry.is_applied
 
 
@@ -152,12 +153,12 @@ class KlConfig:
     """A penalty that keeps the policy near the frozen reference model."""
 
     kind: Literal["none", "k1_reward", "k2_loss", "k3_loss"] = "none"
-    """k1_reward subtracts the penalty from the reward of each token. k2_loss adds it to the loss, with the same
-    gradient. k3_loss has the gradient of the other KL divergence, KL(reference || policy)."""
+    """k1_reward subtracts the penalty from the reward of each token. k2_loss adds a penalty to the loss that has the
+    same gradient. k3_loss adds one with the gradient of the other KL divergence, KL(reference || policy)."""
     coef: PositiveFloat = 1e-3
     """The coefficient of the penalty. Turn the penalty off by kl.kind: none."""
     target: NonNegativeFloat = 0.0
-    """The KL, in nats a token, that the coefficient is adapted to keep. 0: the coefficient stays fixed."""
+    """The KL to keep, in nats a token: the coefficient is adapted to it. 0: the coefficient stays fixed."""
 
     def __post_init__(self) -> None:
         check(
@@ -168,66 +169,66 @@ class KlConfig:
 
 @section("algorithm")
 class AlgorithmConfig:
-    """The rules that make a loss of a batch: advantages, loss, correction, KL, and the passes over the batch."""
+    """How a batch becomes a loss: advantages, loss, correction, KL, and the passes over the batch."""
 
     preset: Annotated[
         str, checked(PRESETS.__contains__, "a preset"), Field(json_schema_extra={"enum": [*PRESETS]})
     ] = "grpo"
-    """Sets those keys of this section that are not given; docs/algorithms.md lists what each preset sets."""
+    """Sets all keys of this section that are not given; docs/algorithms.md lists what each preset sets."""
     advantage: Annotated[str, Named(ADVANTAGES, "algorithm.advantage")] = "grpo"
     """How rewards become advantages. gae and vtrace train a critic; the others compare rewards."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The discount of rewards from one token to the next."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """The lambda of gae and vtrace."""
+    """The lambda of the advantages gae and vtrace."""
     whiten: bool = False
-    """Subtract the mean of the advantages and divide them by their standard deviation, both over the trained tokens of
-    the batch. The REINFORCE++ advantages always are whitened."""
+    """Subtract the mean of the advantages and divide by their standard deviation, both over the batch's trained
+    tokens. The REINFORCE++ advantages are always whitened."""
     loss: Annotated[str, Named(LOSSES, "algorithm.loss")] = "ppo_clip"
     """The loss of the policy."""
     old_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
-    """Which policy the loss's ratio is taken against. recompute: the learner's own at the start of the step
+    """The policy in the denominator of the loss's ratio. recompute: the learner's policy at the start of the step
     (decoupled), which takes a forward pass with several optimizer steps a batch and in some other cases. interpolate:
     log-linear between behaviour and learner by version, without a forward pass. rollout: the policy that sampled the
     tokens (coupled)."""
     support: Literal["replay", "ignore"] = "replay"
-    """What is recorded where rollout.top_p, top_k or min_p leave tokens out. replay: each token with the ids that it
-    was drawn from, its support; all logprobs, also the learner's and the reference's, are over these ids. ignore:
-    logprobs over the whole vocabulary, so that ratios are biased."""
+    """What is recorded if rollout.top_p, top_k or min_p leave tokens out of sampling. replay: each token's support,
+    the ids that it was drawn from; all logprobs, also those of learner and reference, are then over these ids. ignore:
+    nothing; logprobs are over the whole vocabulary, so ratios are biased."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over episodes,
-    each with the mean of its tokens. constant: their sum divided by episodes * rollout.max_response_tokens, or with
-    several turns by the longest length of an episode. An episode counts once, however many rows it has."""
+    """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: first over each
+    episode's tokens, then over episodes. constant: their sum divided by episodes * rollout.max_response_tokens, or in
+    multi-turn tasks by the longest length of an episode. An episode counts once, however many rows it has."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """The settings that the chosen loss, advantage and correction declare. dppo_tv has tv and tv_pull, dppo_kl
-    has kl, sat has quantile, score_centering has cap."""
+    """The settings that the chosen loss, advantage and correction declare: tv and tv_pull for the loss dppo_tv, kl
+    for dppo_kl, quantile for sat, cap for score_centering."""
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0
     """The coefficient of the entropy bonus. 0 turns it off."""
     router_aux_coef: NonNegativeFloat = 0.0
-    """Of a model with experts, the coefficient of the loss that balances their load, e.g. 1e-3. It takes a forward pass
-    at the start of each step, to count the choices of the whole minibatch. 0 turns it off."""
+    """For a model with experts: the coefficient of the loss that balances their load, e.g. 1e-3. It takes a forward
+    pass at the start of each step, to count the experts chosen in the whole minibatch. 0 turns it off."""
     ptx_coef: NonNegativeFloat = 0.0
-    """The coefficient of the pretraining term (PPO-ptx): each optimizer step of the policy also lowers the mean
-    -log p(token) of some text of task.pretrain_path. 0 turns it off."""
+    """The coefficient of the pretraining term (PPO-ptx): each optimizer step of the policy also lowers the mean -log
+    p(token) of some text from task.pretrain_path. 0 turns it off."""
     ptx_rows: PositiveInt = 1
-    """Rows of that text for each episode of a minibatch. InstructGPT takes 8."""
+    """Rows of pretraining text for each episode of a minibatch. InstructGPT takes 8."""
     epochs: PositiveInt = 1
-    """How often the learner goes through a batch."""
+    """The number of passes of the learner over each batch."""
     num_minibatches: PositiveInt = 1
-    """Parts into which a batch is split. Optimizer steps per batch are epochs * num_minibatches."""
+    """Parts into which a batch is split. A batch takes epochs * num_minibatches optimizer steps."""
     early_stop_kl: NonNegativeFloat = 0.0
-    """When a minibatch's KL(proximal || learner) is above this, in nats a token, the policy's remaining optimizer steps
-    of the batch are left out. A critic still takes all of its steps. 0 turns it off."""
+    """If a minibatch's KL(proximal || learner) is above this, in nats a token, the policy skips the batch's
+    remaining optimizer steps. A critic still takes all of its steps. 0 turns it off."""
     skip_batch_kl: NonNegativeFloat = 0.0
-    """A batch with a KL(behaviour || proximal) above this, in nats a token, is counted and not trained on. 0: off."""
+    """A batch whose KL(behaviour || proximal) is above this, in nats a token, is counted but not trained on. 0: off."""
     filter_zero_variance: bool = True
-    """Groups whose rewards are all equal are dropped and counted if advantages compare the episodes of a group, because
-    their advantages would be zero. An epoch of such groups in a row with the same reward (a solved task, or a hopeless
-    one) ends the run, and so does one of thousands with one reward each (no prompt's answers differ). Other advantages
-    (remax, reinforce_pp, gae, vtrace) keep every group."""
+    """Drop and count groups whose rewards are all equal, because their advantages would be zero. An epoch of such
+    groups in a row with the same reward (a solved or a hopeless task) ends the run, and so do thousands in a row with
+    different rewards (no prompt's answers differ). It has no effect with advantages that do not compare a group's
+    rewards (remax, reinforce_pp, gae, vtrace)."""
 
     def __post_init__(self) -> None:
         settings = self.settings.values()
@@ -244,19 +245,19 @@ class AlgorithmConfig:
 
     @property
     def advantage_entry(self) -> Advantage:
-        """The `Advantage` that `advantage` names, in the table ADVANTAGES or as `module:name`."""
+        """The `Advantage` named by `advantage`, in the table ADVANTAGES or as `module:name`."""
         return find_entry(ADVANTAGES, self.advantage, "algorithm.advantage")
 
     @property
     def loss_entry(self) -> Loss:
-        """The `Loss` that `loss` names, in the table LOSSES or as `module:name`."""
+        """The `Loss` named by `loss`, in the table LOSSES or as `module:name`."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
 
     @property
     def whitens_at_start(self) -> bool:
-        """Whether advantages are whitened after the forward passes at step start, because they depend on them.
+        """Whether advantages depend on the forward passes at step start, and so are whitened only after them.
 
-        A critic's advantages do, and so do advantages of rewards minus a KL penalty, which REINFORCE++ whitens.
+        That is so with a critic, and if a KL penalty is subtracted from rewards, as REINFORCE++ does before it whitens.
         Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
         """
         entry = self.advantage_entry
@@ -264,8 +265,9 @@ class AlgorithmConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, made of `params`, of the loss, advantage and correction that declare some, by their keys and
-        names, such as `algorithm.loss ppo_clip`."""
+        """The settings objects made from `params`, by key and name of their part, such as `algorithm.loss ppo_clip`.
+
+        Only a loss, advantage or correction that declares settings has an entry."""
         correction = self.correction.entry  # the corrections that `auto` stands for have no settings
         declared = {
             f"algorithm.advantage {self.advantage}": self.advantage_entry.settings,
@@ -275,15 +277,15 @@ class AlgorithmConfig:
         return read_params("algorithm.params", self.params, declared)
 
     def load_advantage(self) -> Callable[..., Any]:
-        """Return the function of `advantage`, which needs no further settings."""
+        """Import the function of `advantage`. Its settings, if it has any, are already bound."""
         return self._load(self.advantage_entry, f"algorithm.advantage {self.advantage}")
 
     def load_loss(self) -> Callable[..., Any]:
-        """Return the function of `loss`, which needs no further settings."""
+        """Import the function of `loss`. Its settings, if it has any, are already bound."""
         return self._load(self.loss_entry, f"algorithm.loss {self.loss}")
 
     def load_correction(self, entry: Correction) -> Callable[..., Any]:
-        """Return the function of a correction: of `correction.kind`, or of the kind that auto stands for."""
+        """Import the function of a correction: that of `correction.kind`, or of the kind to which auto is resolved."""
         return self._load(entry, f"algorithm.correction.kind {self.correction.kind}")
 
     def _load(self, entry: Advantage | Loss | Correction, part: str) -> Callable[..., Any]:

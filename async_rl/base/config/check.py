@@ -1,4 +1,4 @@
-"""The error for settings that can't work, and the check that raises it."""
+"""The error for settings that can't work, and the function that checks a setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from async_rl.base.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """One setting that can't work. Its line of the message is `text`, the place where `key` was set, and `rest`."""
+    """One setting that can't work. Its line in the error message is `text`, the place where `key` was set, and `rest`.
+    """
 
     key: str
     text: str
@@ -17,10 +18,10 @@ class Problem(NamedTuple):
 
 
 class SettingsError(ConfigError):
-    """The error for settings that can't work. The message has one line for each of `problems`.
+    """Raised for settings that can't work. The message has one line for each of `problems`.
 
     Args:
-        places: [key] where it was set (`run.yaml:7`, `override`); keys that were not set are missing.
+        places: where each key was set (`run.yaml:7`, `override`), by key. Keys with default values are missing.
     """
 
     def __init__(self, problems: Sequence[Problem], places: Mapping[str, str] | None = None) -> None:
@@ -37,16 +38,18 @@ class SettingsError(ConfigError):
 
 
 def check(condition: bool, key: str, got: object, allowed: str, hint: str = "") -> None:
-    """Check one setting.
+    """Raise an error about one setting if `condition` is false.
+
+    Args:
+        hint: what to do instead.
 
     Raises:
-        SettingsError: `condition` is false. The message is "`key` must be `allowed`, got `got`", then `hint`, which
-            says what to do.
+        SettingsError: the message is "`key` must be `allowed`, got `got`", followed by the hint.
     """
     if not condition:
         raise SettingsError([Problem(key, f"{key} must be {allowed}, got {got!r}", f". {hint}" if hint else "")])
 
 
 def either(names: Sequence[str]) -> str:
-    """Return the names as `a, b or c`, for messages."""
+    """Join the names as `a, b or c`, for messages."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,4 +1,4 @@
-"""Checks for settings of different sections that are each valid but do not work together."""
+"""Checks of settings in different sections that are each valid but do not work together."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotLimits:
-    """The number of slots of a depth, and the smallest number of a run; buffer/staleness.py says why.
+    """Computes how many slots a staleness depth has, and the fewest slots with which a run works.
 
-    The first three fields are B, F and E there.
+    buffer/staleness.py derives the formulas. B, F and E there are the first three fields.
     """
 
     prompts_per_step: int
@@ -34,33 +34,40 @@ class SlotLimits:
 
     @property
     def between_pushes(self) -> int:
-        """The number of groups that the learner trains between two pushes: E B."""
+        """The number of groups that the learner trains on between two pushes: E B."""
         return self.every_steps * self.prompts_per_step
 
     @property
     def fewest(self) -> int:
-        """The smallest number of slots with which the learner never waits forever: E B.
+        """The fewest slots with which the learner never waits forever: E B.
 
-        If groups are used again, it is at least 2 F: one batch is trained while fresh groups start for the next.
+        If groups are used several times, it is at least 2 F: while one batch is trained on, fresh groups start for the
+        next.
         """
         return max(self.between_pushes, 2 * self.fresh_per_step * (self.max_uses > 1))
 
     @property
     def smallest_depth(self) -> float:
-        """The smallest depth, in quarters, that has the fewest slots."""
+        """The smallest staleness depth, in steps of 0.25, that has at least `fewest` slots."""
         return max(0.0, (4 * (self.fewest - 1) // self.fresh_per_step - 3) / 4)
 
     def at(self, depth: float) -> int:
-        """Return the number of groups that may have a slot at a time at a depth: (depth + 1) F, rounded up."""
+        """Return the number of slots (groups that may be in progress) at a staleness depth: (depth + 1) F, rounded up.
+        """
         return math.ceil((depth + 1) * self.fresh_per_step)
 
     def is_enough(self, depth: float) -> bool:
-        """Return whether a depth has at least the fewest slots."""
+        """Return whether a staleness depth has at least `fewest` slots."""
         return self.at(depth) >= self.fewest
 
 
 def check_slots(depth: float | Literal["max"], slots: int, limits: SlotLimits) -> None:
-    """Check that there are slots for all batches between two pushes, without which the learner would wait for ever."""
+    """Check that there are slots for all batches between two pushes. Otherwise the learner would wait for ever.
+
+    Args:
+        depth: staleness.depth.
+        slots: the number of slots at that depth.
+    """
     needed, largest_every = limits.between_pushes, slots // limits.prompts_per_step
     limit = "staleness.max" if isinstance(depth, str) else "staleness.depth"
     check(
@@ -72,11 +79,11 @@ def check_slots(depth: float | Literal["max"], slots: int, limits: SlotLimits) -
 
 
 def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
-    """Check that a run with prompts from files has held-out ones. Other tasks make their own.
+    """Check that a run whose prompts come from files has held-out prompts too. Other tasks generate theirs.
 
     Args:
-        user: the setting that needs them.
-        reason: one or more sentences that say what for, to end the message.
+        user: the setting that needs held-out prompts.
+        reason: one or more sentences on why it needs them, to end the message.
     """
     check(
         not task.path or bool(task.eval_path), "task.eval_path", task.eval_path,
@@ -85,10 +92,10 @@ def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
 
 
 def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskConfig, pushes: int) -> None:
-    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint.
+    """Check that checkpoint.keep_best, if set, has an evaluation of each checkpoint's version to choose by.
 
     Args:
-        pushes: weight_sync.every_steps: only versions that are pushed are evaluated.
+        pushes: weight_sync.every_steps; only versions that are pushed are evaluated.
     """
     if not checkpoint.keep_best:
         return
@@ -112,7 +119,7 @@ def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> N
     """Check that eval.gold_reward, if it is set, has held-out answers to score.
 
     Args:
-        has_rule: whether the rewards of the task, which are not trained on, are the gold ones.
+        has_rule: the task's rewards are not trained on and serve as the gold rewards already.
     """
     gold = evaluation.gold_reward
     if not gold:
@@ -133,11 +140,11 @@ def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> N
 
 
 def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, server_url: str) -> None:
-    """Check that evaluation servers, if there are any, are ones that the run starts and that have evaluations to make.
+    """Check that evaluation servers, if there are any, are started by the run and have evaluations to do.
 
     Args:
-        servers: their number, placement.eval.servers.
-        server_url: the value of rollout.server_url.
+        servers: placement.eval.servers.
+        server_url: rollout.server_url.
     """
     if not servers:
         return
@@ -155,10 +162,10 @@ def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, s
 
 
 def check_cross_section(config: Config) -> None:
-    """Check all settings that depend on settings of other sections.
+    """Check all combinations of settings of different sections.
 
     Raises:
-        SettingsError: two settings do not work together. The message gives the reason and the alternative.
+        SettingsError: two settings do not work together. The message gives the reason and an alternative.
     """
     _check_sequence_parallel(config)
     _check_sizes(config)
@@ -266,7 +273,7 @@ def _check_interpolated(config: Config) -> None:
 
 
 def _check_episodes(config: Config) -> None:
-    """Check the settings of episodes of several turns."""
+    """Check the settings for multi-turn episodes."""
     task, rollout, advantage = config.task, config.rollout, config.algorithm.advantage
     check(
         not rollout.max_episode_tokens or task.has_turns, "rollout.max_episode_tokens", rollout.max_episode_tokens,
@@ -322,7 +329,7 @@ def _check_replay(config: Config) -> None:
 
 
 def _check_difficulty(config: Config) -> None:
-    """Check that the rewards within a group show whether a prompt is solved, and that prompts may differ by run."""
+    """Check for task.difficulty that rewards show whether a prompt is solved, and that prompts may differ by run."""
     difficulty = config.task.difficulty
     for unfit, where in (
         (config.staleness.mode == "exact", "staleness.mode exact, which compares runs on the same prompts"),
@@ -342,7 +349,7 @@ def _check_judge(config: Config) -> None:
 
 
 def _check_updates(config: Config) -> None:
-    """Check that weight_sync.on_update goes with staleness.on_late, with the time limits and with rollout.server_args.
+    """Check weight_sync.on_update against staleness.on_late, the time limits and rollout.server_args.
 
     With SGLang's overlap schedule and speculative decoding, tokens that are being sampled during a pause in place would
     get a wrong version.
@@ -372,7 +379,7 @@ def _check_updates(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    """Check that the engine's entry declares each capability that the configuration uses."""
+    """Check that the engine supports each feature that the configuration uses, as its entry declares."""
     rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
     servers, tp, most = config.placement.rollout.servers, config.placement.rollout.tp, entry.max_tensor_parallel
     with_engine = f"with rollout.engine {rollout.engine}"
@@ -428,7 +435,8 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_transport(config: Config, working: Sequence[str]) -> None:
-    """Check that the engine receives what the named transport delivers, and that the placement suits the transport."""
+    """Check that the engine receives what weight_sync.transport delivers, and that the placement suits the transport.
+    """
     name, entry = config.weight_sync.transport, config.weight_sync.transport_entry
     if entry is None:
         return
@@ -452,7 +460,7 @@ def _check_transport(config: Config, working: Sequence[str]) -> None:
 
 
 def _possible_transports(config: Config) -> list[str]:
-    """Return the names of the transports that may work, as far as the settings name the devices of the run."""
+    """Return the names of the transports that may work, as far as the settings determine the run's devices."""
     entry = config.weight_sync.transport_entry
     on_gpus = config.placement.learner.gpus_per_node > 0 or (entry is not None and "cpu" not in entry.devices)
     return working_transports(
@@ -462,25 +470,27 @@ def _possible_transports(config: Config) -> list[str]:
 
 
 def _may_share_device(config: Config) -> bool:
-    """Whether each server may share a device with a learner rank, which can give it weights there."""
+    """Whether each server may share a device with a learner rank, which then passes weights on that device."""
     placement = config.placement
     has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
     return placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank and config.network.is_on_loopback
 
 
 def _may_have_own_gpus(config: Config) -> bool:
-    """Whether each learner rank and each server may have a GPU that no other uses."""
+    """Whether each learner rank and each server may have a GPU for itself."""
     return not config.placement.colocated or bool(config.rollout.server_url)
 
 
 def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
-    """Return the hint `Or set rollout.engine: a or b.` with the engines for which `can` is true; "" without any."""
+    """Return the hint `Or set rollout.engine: a or b.`, with the engines for which `can` is true; "" if there are none.
+    """
     names = [name for name, entry in ENGINES.items() if can(entry)]
     return f"Or set rollout.engine: {either(names)}." if names else ""
 
 
 def _check_exact(config: Config) -> None:
-    """Check for staleness.mode exact that staleness.on_late is wait, on_update drain, every_steps 1 and max_uses 1."""
+    """Check the settings that staleness.mode exact needs: on_late wait, on_update drain, every_steps 1 and max_uses 1.
+    """
     late, on_update = config.staleness.on_late, config.weight_sync.on_update
     every_steps, uses = config.weight_sync.every_steps, config.buffer.max_uses
     for key, got, needed, reason in (

@@ -19,36 +19,37 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @section("model.lora")
 class LoraConfig:
-    """Low-rank adapters that are trained instead of the whole policy; servers and the saved model get them merged."""
+    """Low-rank adapters that are trained instead of the whole policy. Servers and the saved model get merged weights.
+    """
 
     rank: NonNegativeInt = 0
     """The rank of the adapters. 0: off, every weight is trained."""
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
     dropout: Share = 0.0
-    """The dropout of the adapters' input in the gradient's forward pass. Above 0 the logprobs of that pass differ
-    from the served policy's."""
+    """The dropout of the adapters' input in the forward pass of the gradient. Above 0 the logprobs of that pass
+    differ from the served policy's."""
     target_modules: List[tuple[str, ...]] = ()
-    """The layers that get adapters, by names such as q_proj. Empty: every linear layer but the output head."""
+    """The layers that get adapters, by names such as q_proj. Empty: every linear layer except the output head."""
 
 
 @section("model")
 class ModelConfig:
-    """The policy: folder, number type, attention and adapters."""
+    """The policy: its folder, number type, attention and adapters."""
 
     path: PathText
     """A Hugging Face causal language model: its folder (config.json, safetensors, tokenizer) or, if there is no such
-    folder, its name on the hub, OWNER/NAME or OWNER/NAME@REVISION. hf://OWNER/NAME is on the hub in any case."""
+    folder, its name on the hub, OWNER/NAME or OWNER/NAME@REVISION. hf://OWNER/NAME always means the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The type that the model computes in. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32.
+    """The type of the model's computations. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32.
     """
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = "sdpa"
-    """The attention of the learner. sdpa and eager pad rows to the longest answer; flex_attention and
-    flash_attention_2 (GPU only) compute micro-batches without padding."""
+    """The learner's attention. sdpa and eager pad rows to the longest answer; flex_attention and flash_attention_2
+    (GPU only) compute micro-batches without padding."""
     lora: Section[LoraConfig] = field(default_factory=LoraConfig)
     frozen: List[tuple[str, ...]] = ()
-    """Patterns of the names of weights that are not trained, such as model.embed_tokens.* or model.layers.?.*. Critic
-    and pushes are as ever."""
+    """Name patterns of weights that are not trained, such as model.embed_tokens.* or model.layers.?.*. They do not
+    affect the critic or weight pushes."""
 
     def __post_init__(self) -> None:
         check(
@@ -59,15 +60,15 @@ class ModelConfig:
 
 @section("critic")
 class CriticConfig:
-    """The model that estimates values; there is one only if algorithm.advantage needs it (gae, vtrace)."""
+    """The model that estimates values. It exists only if algorithm.advantage needs it (gae, vtrace)."""
 
     path: PathText = ""
-    """The folder, or the name on the hub, of the model that the critic starts from. It reads the policy's tokens, so it
-    must have the policy's vocabulary. Empty: model.path, with a fresh value head."""
+    """The model that the critic starts from, by its folder or its name on the hub. It must have the policy's
+    vocabulary, because it reads the policy's tokens. Empty: model.path, with a new value head."""
     lr: PositiveFloat = 1e-5
     """The critic's learning rate."""
     warmup_steps: NonNegativeInt = 0
-    """Steps at the start that train the critic alone, without the policy."""
+    """Steps at the start that train only the critic."""
     value_clip: NonNegativeFloat = 0.2
     """Values are clipped to this distance from the values at the start of the step. 0 turns clipping off."""
 
@@ -77,23 +78,23 @@ class ReferenceConfig:
     """The frozen model of the KL term; it is loaded only if algorithm.kl.kind needs it."""
 
     path: PathText = ""
-    """The folder of the reference, or its name on the hub. It reads the policy's tokens, so it must have the policy's
-    vocabulary. Empty: model.path as it was at the start of the run; with LoRA that is the policy without its adapters.
-    """
+    """The reference model, by its folder or its name on the hub. It must have the policy's vocabulary, because it
+    reads the policy's tokens. Empty: model.path as it was at the start of the run; with LoRA, the policy without its
+    adapters."""
     offload: bool = False
     """Keep the reference in CPU memory between uses (GPU only)."""
 
 
 @section("reward_model")
 class RewardModelConfig:
-    """A model that scores answers instead of the task's rewards, or together with them."""
+    """A model that scores answers instead of the task's rewards, or in addition to them."""
 
     path: PathText = ""
-    """The folder, or the name on the hub, of a sequence-classification model with one output, the reward. Empty: the
-    task's rewards alone. `async-rl reward-model` makes it."""
+    """The reward model, by its folder or its name on the hub: a sequence-classification model with one output, the
+    reward. `async-rl reward-model` trains one. Empty: only the task's rewards."""
     task_weight: float = 0.0
-    """The weight of the task's rewards next to the model's: an answer's reward is the model's plus this times theirs.
-    0: they are not trained on, and are the gold rewards of held-out answers."""
+    """The weight of the task's rewards: an answer's reward is the model's plus this weight times the task's. 0: the
+    task's rewards are not trained on, and are the gold rewards of held-out answers."""
 
     def __post_init__(self) -> None:
         check(
@@ -103,52 +104,53 @@ class RewardModelConfig:
 
     @property
     def leaves_task_out(self) -> bool:
-        """Whether a model scores answers, and the task's rewards are not trained on."""
+        """Whether a reward model scores answers and the task's rewards are not trained on."""
         return bool(self.path) and not self.task_weight
 
 
 @section("reward_training")
 class RewardTrainingConfig:
-    """The training of `async-rl reward-model`, which makes reward_model.path of comparisons between answers."""
+    """The training of a reward model from comparisons between answers, by `async-rl reward-model`."""
 
     base: PathText = ""
-    """The model to start from, by its folder or its name on the hub. Without a head for rewards it gets one. Empty:
-    model.path."""
+    """The model to start from, by its folder or its name on the hub. A missing reward head is added. Empty: model.path.
+    """
     path: PathText = ""
-    """The comparisons, a Parquet or JSONL file or a data set of the hub: `prompt`, `chosen` and `rejected`, with a
-    `margin` if wanted, or `prompt` and `answers`, the best first, with `ranks` if some are equally good."""
+    """The comparisons, a Parquet or JSONL file or a data set of the hub. Its columns are `prompt`, `chosen` and
+    `rejected`, and optionally `margin`; or `prompt` and `answers`, the best first, and optionally `ranks` if some are
+    equally good."""
     eval_path: PathText = ""
-    """The held-out comparisons. Empty: a part of those in `path`."""
+    """The held-out comparisons. Empty: a part of `path`."""
     held_out: Share = 0.1
-    """The share of the comparisons in `path` that is held out where `eval_path` is empty; a prompt is held out with all
-    of its comparisons."""
+    """The share of the comparisons in `path` that is held out if `eval_path` is empty. All comparisons of a prompt
+    are either held out or not."""
     epochs: PositiveInt = 1
-    """How often the model goes through the comparisons. More than one soon learns them by heart."""
+    """The number of passes over the comparisons. With more than one the model soon overfits."""
     batch_size: PositiveInt = 64
-    """Comparisons in a step, each of two or more answers."""
+    """Comparisons in a step; each has two or more answers."""
     lr: PositiveFloat = 1e-5
-    """The learning rate at its peak. It rises over the first twentieth of the steps, and falls over the last fifth."""
+    """The peak learning rate. It rises over the first twentieth of the steps, and falls over the last fifth."""
     centering: NonNegativeFloat = 0.0
     """The coefficient of the square of the sum of two compared rewards, which keeps rewards near 0, e.g. 0.01."""
     zero_at: Literal["demonstrations", "comparisons", "none"] = "demonstrations"
-    """The answers whose mean reward is made 0, by an offset in the model's config.json: those that `async-rl sft` would
-    learn, or all that were compared."""
+    """The answers whose mean reward becomes 0, by an offset in the model's config.json: those that `async-rl sft`
+    would learn, or all that were compared."""
 
 
 FULL_LR = 1e-6
-"""The default learning rate of a model of 1e9 weights or more if all are trained."""
+"""The default learning rate of a model with at least 1e9 weights that are all trained."""
 
 
 def default_lr(weights: int, *, has_adapters: bool) -> float:
-    """Return the policy's learning rate where learner.lr is auto, rounded to two digits.
+    """Return the policy's learning rate if learner.lr is auto, rounded to two digits.
 
         1e-6 * max(1, (1e9 / weights) ** 0.7), and ten times as much for adapters
 
-    1e-6 is what RL of models of 1 to 70 B weights is run with (verl, TRL and DAPO: 1e-6). The exponent joins it to what
-    was measured here: a model of 0.3 M weights learns at 3e-4, and at 1e-3 collapses in some runs (docs/results.md).
-    Between the two it gives 4e-6 at 135 M and 1.6e-6 at 0.5 B, inside of the ranges that others use there. Adapters
-    learn best at about ten times the rate for all weights, in RL as in supervised training, whatever their rank
-    (Schulman et al. 2025, LoRA Without Regret).
+    1e-6 is the usual rate for RL of models with 1 to 70 B weights (verl, TRL and DAPO: 1e-6). The exponent connects it
+    with what was measured here: a model of 0.3 M weights learns at 3e-4, and at 1e-3 collapses in some runs
+    (docs/results.md). Between the two it gives 4e-6 at 135 M and 1.6e-6 at 0.5 B, inside the ranges that others use
+    there. Adapters learn best at about ten times the rate for all weights, in RL as in supervised training, whatever
+    their rank (Schulman et al. 2025, LoRA Without Regret).
     """
     rate = FULL_LR * max(1.0, (1e9 / weights) ** 0.7) * (10 if has_adapters else 1)
     return float(f"{rate:.1e}")
@@ -156,36 +158,36 @@ def default_lr(weights: int, *, has_adapters: bool) -> float:
 
 @section("learner")
 class LearnerConfig:
-    """The optimizers, the sizes of a batch and of a forward pass, and how the weights are sharded."""
+    """The optimizer, the sizes of a batch and of a forward pass, and how the weights are sharded."""
 
     prompts_per_step: PositiveInt = 16
     """Groups in a batch."""
     lr: PositiveFloat | Literal["auto"] = "auto"
-    """The policy's learning rate. auto: by the number of weights of the model, and ten times as much for adapters (see
-    docs/watcher.md); `async-rl train CONFIG --dry-run` shows it."""
+    """The policy's learning rate. auto: computed from the number of the model's weights, ten times as much for
+    adapters (see docs/watcher.md); `async-rl train CONFIG --dry-run` shows it."""
     optimizer: str = "AdamW"
     """The optimizer of policy and critic: a name in torch.optim, such as Adam or SGD, or module:name of a class or
-    function that takes (parameters, lr=...) and the `optimizer_params`, and makes a torch.optim.Optimizer."""
+    function. It is called with (parameters, lr=..., **optimizer_params), and returns a torch.optim.Optimizer."""
     optimizer_params: Section[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {eps: 1.0e-6} or {momentum: 0.9}."""
     betas: List[tuple[Share, Share]] = (0.9, 0.999)
-    """The betas of AdamW; another optimizer has its own in `optimizer_params`."""
+    """The betas of AdamW. Another optimizer gets its own in `optimizer_params`."""
     weight_decay: NonNegativeFloat = 0.0
-    """The weight decay of the optimizer. Biases and norms, the weights of one dimension, have none."""
+    """The weight decay of the optimizer. It does not apply to biases and norms, the weights with one dimension."""
     ema_decay: Share = 0.0
-    """The decay of a moving average of the policy's weights, e.g. 0.99 for a mean over about 100 optimizer steps. The
-    average is what held-out prompts are answered with, what run_dir/model, run_dir/models and `async-rl export` hold;
-    training continues with the weights themselves, and checkpoints hold both. 0: there is none."""
+    """The decay of a moving average of the policy's weights, e.g. 0.99 for a mean over about 100 optimizer steps.
+    The average answers held-out prompts and is saved in run_dir/model, run_dir/models and by `async-rl export`.
+    Training continues with the weights themselves, and checkpoints have both. 0: no average."""
     max_tokens_per_microbatch: PositiveInt = 16_384
-    """The most tokens of a rank in one forward and backward pass, padding included."""
+    """The most tokens in one forward and backward pass of a rank, padding included."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """Keep only the inputs of each transformer block and compute the rest again in the backward pass: less memory, a
-    third more work. auto: if a full micro-batch has no room otherwise, as computed at the start from the memory that is
-    free; no number that training computes depends on it."""
+    """Keep only the inputs of each transformer block and recompute the rest in the backward pass: less memory, a
+    third more work. auto: only if a full micro-batch would not fit otherwise, computed at the start from the free
+    memory. The results of training do not depend on it."""
     offload: Literal["none", "moments", "all"] = "none"
-    """The part of policy and critic that is kept in CPU memory. moments: AdamW's two moments, which are copied to the
-    GPU for each optimizer step, one weight at a time. all: weights, gradients and moments too; the optimizer then
-    computes on the CPU. Without a GPU it changes nothing but the time."""
+    """What is kept in CPU memory, for policy and critic. moments: AdamW's two moments, which are copied to the GPU
+    for each optimizer step, one weight at a time. all: weights, gradients and moments; the optimizer then computes on
+    the CPU. Without a GPU it changes only the time."""
     compile: bool = False
     """Compile each transformer block with torch.compile."""
     grad_clip: Annotated[Unbounded, Field(gt=0)] = 1.0
@@ -194,23 +196,22 @@ class LearnerConfig:
     """Optimizer steps over which the learning rate rises linearly."""
     lr_by_ess: Literal["off", "token", "sequence"] = "off"
     """Multiply the policy's learning rate on a batch by sqrt(ESS/N) of its importance weights, of tokens or of whole
-    rows: a batch that few samples carry takes a smaller step (VCPO). No gain of it is shown yet."""
+    rows. A batch dominated by few samples then takes a smaller step (VCPO). No gain from it has been shown yet."""
     lr_decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Over this last share of run.steps all learning rates fall, so that a run does not end on a large step. 0: no
-    decay."""
+    """The last share of run.steps, over which learning rates fall, so that no run ends on a large step. 0: no decay."""
     lr_decay: Literal["linear", "cosine"] = "linear"
-    """How they fall. With lr_decay_fraction 1 and warmup_steps, cosine is the usual cosine schedule."""
+    """The shape of the decay. With lr_decay_fraction 1 and warmup_steps, cosine is the usual cosine schedule."""
     lr_decay_to: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of a learning rate to which it falls."""
+    """The decay ends at this share of the learning rate."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are split over all ranks. hybrid: they are split over the ranks of
     a node and copied to each node, so that only gradients travel between nodes."""
     sequence_parallel: PositiveInt = 1
-    """The number of ranks over which each row is split: for rows that are too long for one GPU. The ranks of such a
-    group train on the same rows, so a batch is divided by ranks / sequence_parallel; head and embeddings are split over
-    the group as well. It must divide the ranks of a node."""
+    """The number of ranks that split each row, for rows that are too long for one GPU. These ranks train on the same
+    rows, so a batch is divided by ranks / sequence_parallel; they split output head and embeddings too. It must divide
+    the number of ranks on a node."""
     max_skipped_steps: PositiveInt = 3
-    """An optimizer step whose loss or gradient is not finite is skipped and counted; this many in a row end the run."""
+    """An optimizer step whose loss or gradient is not finite is skipped and counted. This many in a row end the run."""
 
     def __post_init__(self) -> None:
         check(
@@ -234,17 +235,17 @@ class LearnerConfig:
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """The values of `offload` that the optimizer allows."""
+        """The values of `offload` that work with the optimizer."""
         return ("none", "moments", "all") if self.optimizer == "AdamW" else ("none", "all")
 
     @property
     def max_tokens_per_forward(self) -> int:
-        """The most tokens in one pass of the ranks that hold slices of the same rows, all together."""
+        """The most tokens in one forward pass of all ranks that split the same rows together."""
         return self.max_tokens_per_microbatch * self.sequence_parallel
 
 
 def check_average(learner: LearnerConfig, evaluation: EvalConfig, placement: PlacementConfig) -> None:
-    """Check that the average weights are evaluated by servers that training does not sample with."""
+    """Check that the average weights (learner.ema_decay), if evaluated during training, have servers of their own."""
     beside = evaluation.num_prompts > 0 and evaluation.every_steps > 0
     check(
         not learner.ema_decay or not beside or placement.eval.servers > 0, "learner.ema_decay", learner.ema_decay,
@@ -256,12 +257,12 @@ def check_average(learner: LearnerConfig, evaluation: EvalConfig, placement: Pla
 
 @section("sft")
 class SftConfig:
-    """The supervised fine-tuning of `async-rl sft`, which makes model.path before RL."""
+    """The supervised fine-tuning by `async-rl sft`, which creates model.path before RL."""
 
     base: PathText = "tiny-qwen2"
-    """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (made from scratch, with a character tokenizer; the
-    last one has heads that vLLM takes), tiny-qwen3-tools (the same with a chat template that knows tools, in the form
-    of Qwen2.5's), or a Hugging Face model, by its folder or its name on the hub."""
+    """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (new models with a character tokenizer; the last
+    one has heads that vLLM supports), tiny-qwen3-tools (the same with a chat template for tools, in the form of
+    Qwen2.5's), or a Hugging Face model, by its folder or its name on the hub."""
     steps: PositiveInt = 200
     """The largest number of optimizer steps."""
     batch_size: PositiveInt = 128
@@ -269,8 +270,9 @@ class SftConfig:
     lr: PositiveFloat = 2e-3
     """The learning rate."""
     target_loss: NonNegativeFloat = 0.0
-    """Training ends once the mean loss of the last steps, in nats a token, is below this. 0: only after `steps`."""
+    """Training ends early once the mean loss of the last steps, in nats a token, is below this. 0: it takes all
+    `steps`."""
     oracle: str = ""
-    """A function that plays the episodes of task.env, task.agent or task.tools which the model learns:
-    package.module:function. It takes the messages so far and a random.Random, and returns the text of a reply, with
-    its calls of tools. Empty: the model learns the task's reference answers."""
+    """A function that plays demonstrations of task.env, task.agent or task.tools: package.module:function. It takes
+    the messages so far and a random.Random, and returns the text of a reply, including its tool calls. Empty: the model
+    learns the task's reference answers."""

@@ -27,10 +27,10 @@ from async_rl.base.errors import ConfigError
 
 
 def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the values in `text` (None if it is empty), and {dotted key: its line, counted from 1}.
+    """Return the values in `text` (None if it is empty), and the line of each dotted key, counted from 1.
 
     Raises:
-        YAMLError: `text` is not valid YAML, repeats a key, or has an alias or the tag of a Python object.
+        YAMLError: `text` is not valid YAML, repeats a key, or has an alias or a tag for a Python object.
     """
     return copy.deepcopy(_read(text))
 
@@ -48,7 +48,7 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def write_yaml(value: Any) -> str:
-    """Return `value` as YAML that read_yaml reads as an equal value, with lists for tuples."""
+    """Return `value` as YAML. read_yaml reads it as an equal value, except that tuples become lists."""
     stream = io.StringIO()
     _yaml().dump(value, stream)
     return stream.getvalue()
@@ -69,7 +69,7 @@ def _lines(node: Node | None, prefix: str, seen: set[int]) -> Iterator[tuple[str
 
 
 class _Resolver(VersionedResolver):
-    """The rules of version 1.2, with dates and `=` as text."""
+    """The YAML 1.2 rules for types, but dates and `=` are text."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)
@@ -90,15 +90,18 @@ def _yaml() -> Any:
 
 OVERRIDE = "override"
 _MARKS_OF_YAML = ('"', "'", "|", ">", "!", "&")
-"""A text that begins with one of these is quoted, a block, or has a tag or an anchor: YAML determines its type."""
+"""If an override's value begins with one of these, YAML determines its type: quotes, a block, a tag or an anchor."""
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML file, or of settings as such a file holds, if one of these is given.
+    """Return the configuration in a YAML file or in a mapping of the same form, with `overrides` applied.
 
-    The `overrides`, texts `key.sub=value` whose values are YAML, are set on top. An override of algorithm.preset also
-    replaces what the source has of its own preset. Relative paths in the configuration are relative to the working
-    directory, not to the file.
+    Relative paths in the configuration are relative to the working directory, not to the file.
+
+    Args:
+        source: None: all settings are defaults or overrides.
+        overrides: texts `key.sub=value` whose values are YAML. An override of algorithm.preset also replaces what the
+            source's own preset has set.
 
     Raises:
         ConfigError: the file or an override can't be read, or settings can't work.
@@ -119,17 +122,17 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
 
 
 def text_override(key: str, value: object) -> str:
-    """Return an override that sets a key to a text such as a path, whatever YAML would read in it."""
+    """Return an override that sets a key to a text such as a path, quoted so that YAML reads it as that text."""
     return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved configuration as YAML; `load_config` makes an equal Config of it."""
+    """Return the resolved configuration as YAML, from which `load_config` creates an equal Config."""
     return write_yaml(dataclasses.asdict(config))
 
 
 def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> None:
-    """Add the settings of a file to `settings`, and for each key its `FILE:LINE` to `places`."""
+    """Read a file: add its settings to `settings`, and `FILE:LINE` of each key to `places`."""
     try:
         content, lines = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -148,9 +151,9 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
 
 
 def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
-    """Set one key or section in `settings` by an override such as `staleness.max=2`; `task.reward=` sets a text to "".
+    """Apply an override such as `staleness.max=2` to `settings`; `task.reward=` sets a text to "".
 
-    A text without quotes is taken as it stands: YAML would end it at ` #` and join its lines.
+    A text without quotes is taken literally: YAML would end it at ` #` and join its lines.
     """
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -183,7 +186,8 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
 
 
 def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
-    """Set the keys of `algorithm.preset` that were not given. AlgorithmConfig refuses an unknown preset later."""
+    """Set all keys of `algorithm.preset` that were not given. An unknown preset is refused later, by AlgorithmConfig.
+    """
     if settings.get("algorithm") is None:
         settings["algorithm"] = {}
     section = settings["algorithm"]
@@ -193,10 +197,10 @@ def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
 
 
 def _leave_preset(section: Any, wanted: Any, places: dict[str, str]) -> None:
-    """Remove the settings of the section `algorithm` that its own preset gave it, if another preset is wanted.
+    """If another preset is wanted, remove the settings of the section `algorithm` that came from its present preset.
 
-    A resolved configuration, such as the config.yaml of a run, gives every key, and no other preset could set any.
-    Keys that earlier overrides have set stay.
+    A resolved configuration, such as the config.yaml of a run, gives every key, so another preset could set none of
+    them. Keys that earlier overrides have set stay.
     """
     name = section.get("preset") if isinstance(section, dict) else None
     if not isinstance(name, str) or name not in PRESETS or name == wanted:
@@ -217,7 +221,7 @@ def _remove_equal(section: dict[str, Any], values: Mapping[str, Any], key: str, 
 
 
 def _listed(value: Any) -> Any:
-    """Return a tuple as the list that YAML has in its place, any other value as it is."""
+    """Return a tuple as a list, as YAML has it, and any other value unchanged."""
     return list(value) if isinstance(value, tuple) else value
 
 

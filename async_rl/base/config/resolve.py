@@ -1,6 +1,6 @@
-"""The settings of a run: the user's configuration with the values that the run decides.
+"""The settings of a run: the user's configuration, with the values that the run decides.
 
-The configuration of a user is never changed. Whatever decides something returns the keys and their values:
+The user's configuration is never changed. Each of these functions returns keys with the values decided for them:
 
     watch.rollbacks, run.resume       rollbacks_of, from the watcher's events
     model.path, task.path, ...        commits, absolute_paths: names of the hub with their commits, and full paths
@@ -12,7 +12,7 @@ The configuration of a user is never changed. Whatever decides something returns
     model.path, judge.path, ...       located, in the process that loads it: the folder on its host
     judge.urls                        connect, in a worker: where the judge's servers are
 
-The driver sends configuration and decisions to its processes, and each makes its settings of them by `resolve`.
+The driver sends the configuration and the decisions to its processes. Each combines the two with `resolve`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from async_rl.base.config import Config
 
 Decided = Mapping[str, Any]
-"""{key of the configuration: value}"""
+"""Decided values by configuration key, such as {"run.name": "first-2"}."""
 
 
 def resolve(config: Config, decided: Decided) -> Config:
-    """Return the settings, such as resolve(config, {"run.name": "first-2"}): `config` itself if nothing is decided."""
+    """Return a copy of the configuration with the decided values; `config` itself if nothing is decided."""
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in decided.items():
         section, name = key.split(".")
@@ -40,7 +40,7 @@ def resolve(config: Config, decided: Decided) -> Config:
 
 
 def renamed(config: Config, key: str, names: Mapping[str, str]) -> Any:
-    """Return the value of `key`, a model or a tuple of data sets, with other names for those in `names`."""
+    """Return the value of `key`, a model or a tuple of data sets, with the names in `names` replaced."""
     section, name = key.split(".")
     value: Any = getattr(getattr(config, section), name)
     if isinstance(value, tuple):
@@ -49,7 +49,11 @@ def renamed(config: Config, key: str, names: Mapping[str, str]) -> Any:
 
 
 def engine_of(config: Config, server: str) -> Decided:
-    """Return the settings of a server, one of `config.server_names`, with its engine as rollout.engine of all."""
+    """Decide the settings of one server's process: its own engine becomes rollout.engine.
+
+    Args:
+        server: a name in `config.server_names`.
+    """
     placement, rollout = config.placement, config.rollout
     if not placement.rollout.engines:
         return {}

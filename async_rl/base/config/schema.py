@@ -1,4 +1,4 @@
-"""The JSON schema of the configuration, and pydantic's errors as SettingsErrors that name what was meant."""
+"""The JSON schema of the configuration, and the conversion of pydantic's errors to SettingsErrors with hints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALLOWED = {
     "tuple_type": "a list, e.g. [a, b]",
     "dict_type": "a section of names and values",
 }
-"""The allowed values in the words of YAML, for each kind of error that names types of Python."""
+"""For each pydantic error that names a Python type: the allowed values in YAML's words."""
 
 
 class _Generator(GenerateJsonSchema):
@@ -36,14 +36,19 @@ class _Generator(GenerateJsonSchema):
 
 @cache
 def json_schema(kind: type) -> dict[str, Any]:
-    """Return the JSON schema of a section's class, or of Config, as a cached dict: callers must not change it."""
+    """Return the JSON schema of Config or of a section's class. The dict is cached: callers must not change it."""
     text = json.dumps(TypeAdapter(kind).json_schema(schema_generator=_Generator))
     text = text.replace("Infinity", '".inf"').replace("\\n", " ")  # JSON has no infinity; descriptions are one line
     return {"$schema": GenerateJsonSchema.schema_dialect, **json.loads(text)}
 
 
 def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
-    """Return a SettingsError with all settings that pydantic refused in the section `prefix`, of class `kind`."""
+    """Convert a pydantic error to a SettingsError that lists all refused settings.
+
+    Args:
+        kind: the class of the section.
+        prefix: the section's key, such as `algorithm.clip`.
+    """
     problems: list[Problem] = []
     for each in error.errors():
         for problem in _problems(each, kind, prefix):
@@ -53,8 +58,7 @@ def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
 
 
 def _either(first: Problem, second: Problem) -> Problem | None:
-    """Return one problem instead of two if both are about a value with several allowed forms; None: they are two
-    things."""
+    """Merge two problems that are about one value with several allowed forms; None if they are different problems."""
     begin, got = f"{first.key} must be ", ", got "
     if not all(each.key == first.key and each.text.startswith(begin) for each in (first, second)):
         return None
@@ -63,12 +67,16 @@ def _either(first: Problem, second: Problem) -> Problem | None:
 
 
 def takes_text(kind: type, key: str) -> bool:
-    """Whether `key`, such as `task.reward`, is a key of a section of class `kind` whose values are text."""
+    """Whether the values of `key`, such as `task.reward`, are text.
+
+    Args:
+        kind: the class of the section that has the key.
+    """
     return _find(kind, key.split(".")).get("type") == "string"
 
 
 def describe(value: Any) -> str:
-    """Return a value with its type, as `3 (int)`, for an error about the type; "nothing" for None."""
+    """Return a value with its type, such as `3 (int)`, for error messages; "nothing" for None."""
     return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
 
 
@@ -115,8 +123,7 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
 
 
 def _unknown_key(path: Sequence[str | int], value: Any, kind: type, prefix: str) -> Problem:
-    """Return the problem of a name that a section does not have, with the key here for a name of another framework,
-    or else the most similar name.
+    """Return the problem of an unknown key. It names our key for another framework's name, else the most similar key.
     """
     name, section = str(path[-1]), _dotted(path[:-1], prefix)
     names = list(_find(kind, path[:-1])["properties"])
@@ -138,7 +145,7 @@ def _unknown_key(path: Sequence[str | int], value: Any, kind: type, prefix: str)
 
 
 def _names_in(value: Any) -> list[str]:
-    """Return all names in nested mappings."""
+    """Return all keys in nested mappings."""
     return [n for name, each in value.items() for n in (name, *_names_in(each))] if isinstance(value, dict) else []
 
 
@@ -150,7 +157,7 @@ def _dotted(path: Iterable[str | int], prefix: str) -> str:
 
 
 def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
-    """Return the JSON schema of the key at `path` in `kind`; {} for an item of a dict of free names."""
+    """Return the JSON schema of the key at `path` in the class `kind`; {} for an item of a dict with free names."""
     node = json_schema(kind)
     for name in path:
         node = node.get("items", {}) if isinstance(name, int) else node.get("properties", {}).get(name, {})
@@ -160,7 +167,7 @@ def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
 
 
 def leaf_schemas(kind: type, path: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Return {dotted key: JSON schema} of every key at or below `path` that holds a value rather than a section."""
+    """Return {dotted key: JSON schema} of all keys at or below `path` that have a value, not a section."""
     node = _find(kind, path)
     if "properties" not in node:
         return {".".join(path): node}
@@ -229,4 +236,4 @@ _HERE = {
     "there is none: logprobs would not be those of the sampled distribution": "repetition_penalty",
 }  # fmt: skip
 OTHER_NAMES = {name: said for said, names in _HERE.items() for name in names.split()}
-"""[the last part of a key, or a whole key] what the error for it says."""
+"""For other frameworks' names, whole keys or the last parts of keys: what the error says about them."""

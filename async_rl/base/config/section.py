@@ -1,4 +1,4 @@
-"""Declares sections of the configuration, frozen pydantic dataclasses, and the `params` of exchangeable parts.
+"""Declares sections of the configuration as frozen pydantic dataclasses, and reads the `params` of exchangeable parts.
 
 Values are checked strictly: none is converted to another type, except whole numbers to floats.
 """
@@ -37,8 +37,11 @@ _RULES = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 def section(key: str) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that makes a frozen, validated dataclass. The string under a field is its description.
 
-    The dataclass raises SettingsError for unknown names, values of another type, infinite numbers and values outside of
-    the field's range. `key` is where the section stands, e.g. `algorithm.clip`; empty for the whole configuration.
+    The dataclass raises SettingsError for unknown names, values of another type, infinite numbers and values outside
+    the field's range.
+
+    Args:
+        key: the key of the section, e.g. `algorithm.clip`; empty for the whole configuration.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -61,7 +64,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """Return pydantic's schema of a section, which accepts a dict as its value although its fields are strict."""
+    """Return pydantic's schema of a section. It accepts a dict for the section, although the fields are strict."""
     schema = handler(source)
     resolved: Any = handler.resolve_ref_schema(schema)
     resolved["strict"] = False
@@ -69,7 +72,11 @@ def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> Cor
 
 
 class Named:
-    """Annotates a text field: it must be a name in `table`, one of `also`, or `module:name` of an importable entry."""
+    """An annotation for a text field whose value must be a name in `table` or in `also`, or `module:name` of an entry.
+
+    Args:
+        key: the field's configuration key, for error messages.
+    """
 
     def __init__(self, table: Mapping[str, Any], key: str, also: Sequence[str] = ()) -> None:
         self.table, self.key, self.also = table, key, also
@@ -87,7 +94,7 @@ class Named:
 
 
 def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
-    """Return a validator for the `Annotated[...]` of a field; it refuses values for which `is_allowed` is false.
+    """Return a validator for a field's `Annotated[...]`. It refuses values for which `is_allowed` is false.
 
     The error says that the value must be `allowed`.
     """
@@ -101,23 +108,23 @@ def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
 
 
 Section = Annotated[T, BeforeValidator(lambda given: {} if given is None else given)]
-"""The type of a field that is a section, or a dict of free names. Left empty in YAML, it has its defaults."""
+"""The type of a field with a section, or a dict with free names. If YAML leaves it empty, it has its defaults."""
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""The type of a field that is the path of a file or folder; a leading ~ is the home directory."""
+"""The type of a field with the path of a file or folder. A leading ~ becomes the home directory."""
 List = Annotated[T, Strict(False)]
-"""The type of a field that is a tuple and is written as a list in YAML."""
+"""The type of a field with a tuple, which is a list in YAML."""
 Unbounded = Annotated[float, Field(allow_inf_nan=True, json_schema_extra={"mayBeInfinite": True})]
-"""The type of a field that is a limit, which .inf turns off."""
+"""The type of a field with a limit that .inf turns off."""
 
 
 class OnePart:
-    """Base of a section whose `params` are the settings that one exchangeable part declares."""
+    """Base class of a section with an exchangeable part (an engine, a transport). `params` are the part's settings."""
 
     params: dict[str, Any]
 
     @property
     def part(self) -> tuple[str, str, Any]:
-        """Return the key of the part, such as rollout.engine, its name, and what its entry declares as `settings`."""
+        """(the part's configuration key, such as rollout.engine; its name; what its entry declares as `settings`)."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -126,25 +133,24 @@ class OnePart:
 
     @property
     def settings(self) -> Any:
-        """The settings of the part, made of `params`: an instance of the class that its entry declares, or None."""
+        """The part's settings, made from `params`: an instance of the class that its entry declares, or None."""
         key, name, declared = self.part
         part = f"{key} {name}"
         return read_params(f"{key.partition('.')[0]}.params", self.params, {part: declared}).get(part)
 
 
 def read_params(key: str, params: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {part: its settings, an instance of the class that it declares}, with the values that `params` gives.
+    """Create the settings objects of exchangeable parts from their common `params`.
 
-    Parts without settings are left out.
+    Returns {part: an instance of its settings class}, without the parts that declare no settings.
 
     Args:
         key: the configuration key of `params`, such as `algorithm.params`.
-        declared: [part] its class of settings, made by async_rl.base.config.section.section, or the place of that class
-        as `module:name`; None: it has none. A part is named as in `algorithm.loss ppo_clip`.
+        declared: for each part, such as `algorithm.loss ppo_clip`: its settings class, made by
+            async_rl.base.config.section.section, or `module:name` of that class; None: it has no settings.
 
     Raises:
-        SettingsError: no part has a setting of a name in `params`, two have one of the same name, or a value is not
-            allowed.
+        SettingsError: a name in `params` is a setting of no part or of two parts, or a value is not allowed.
         ConfigError: a part declares settings by something else than a class made by `section`.
     """
     classes = {part: _settings_class(part, code) for part, code in declared.items() if code}

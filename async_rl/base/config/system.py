@@ -16,63 +16,64 @@ from async_rl.base.config.section import List, Named, OnePart, PathText, Section
 from async_rl.base.seams import ENGINES, TRANSPORTS, TransportEntry, find_entry
 
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
-"""A timeout of at most eleven days: ZMQ counts the milliseconds of a wait in 32 bits."""
+"""The type of a timeout: at most eleven days, because ZMQ counts the milliseconds of a wait in 32 bits."""
 
 
 @section("run")
 class RunConfig:
-    """The run: its name, its seed, its length, and the run that it continues."""
+    """The run: its name, its seed, its length, and the run that it resumes."""
 
     name: Annotated[str, checked(
         lambda name: name not in ("", ".", "..") and "/" not in name, "the name of a folder, without '/'"
     )] = "run"  # fmt: skip
     """The name of the run's folder."""
     dir: PathText = "runs"
-    """The folder that holds the run's folder."""
+    """The folder in which the run's folder is created."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """The seed of prompts, sampling and training. Engines take no others than 0 to 2**32 - 1."""
+    """The seed of prompts, sampling and training. Engines accept only 0 to 2**32 - 1."""
     steps: PositiveInt = 100
     """Learner steps (batches) to take in this run."""
     seconds: NonNegativeFloat = 0.0
-    """The run ends after the learner step that reaches this many seconds since the first step; each resume begins to
-    count anew. 0: no limit."""
+    """The run ends after the learner step that reaches this many seconds since the first step. A resume counts anew.
+    0: no limit."""
     resume: PathText = ""
-    """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
+    """The run directory whose newest checkpoint is resumed, or one of its checkpoints. `--resume` sets it."""
 
 
 @section("weight_sync")
 class WeightSyncConfig(OnePart):
-    """How new weights reach the rollout servers, and what running requests do meanwhile."""
+    """How new weights reach the rollout servers, and what happens to running requests meanwhile."""
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
-    """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
-    each server shares a GPU with a learner rank of the same host, else disk."""
+    """How weights are sent. auto: gloo on CPU, nccl if learner and servers have different GPUs, cuda_ipc if each
+    server shares a GPU with a learner rank on the same host, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
-    """How running requests take new weights. in_place: they pause, keep their KV cache and continue.
-    retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
-    they have."""
+    """What happens to running requests when weights are updated. in_place: they pause, keep their KV cache and
+    continue. retract: their KV cache is recomputed. drain: they finish first. abort: they are submitted again with the
+    tokens so far."""
     every_steps: PositiveInt = 1
     """Learner steps between two pushes."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
-    """Bytes of weights that are sent at once."""
+    """Bytes of weights that are sent at a time."""
     double_buffer: Literal["none", "device", "host"] = "none"
-    """The memory of servers for weights that are not complete yet, while they still sample with the old ones. The
-    pause is then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more;
-    for the transports nccl and gloo. none: servers stand still while weights travel."""
+    """Where servers store new weights while they still sample with the old ones, so that only the swap needs a
+    pause. device, host: memory of the GPU or of the host, which needs room for a second copy of the weights; only with
+    the transports nccl and gloo. none: servers pause while weights are sent."""
     lora: Literal["merged", "adapter"] = "merged"
-    """The form of adapters (model.lora) on their way. merged: within whole weights. adapter: alone, and servers add
-    them to the weights of their model folder, which gives the same up to rounding; with the transports nccl, gloo and
-    disk."""
+    """What is pushed with adapters (model.lora). merged: whole weights with the adapters merged in. adapter: only
+    the adapters, which servers add to the weights of their model folder (equal up to rounding); only with the
+    transports nccl, gloo and disk."""
     delta: bool = False
-    """Push only the values that have changed since the push before; all of them when a server has joined or a push has
-    failed. It pays where servers compute in bfloat16, because a step changes few bfloat16 values; with the transports
-    nccl, gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
+    """Push only the values that have changed since the last push; all values after a server has joined or a push has
+    failed. It pays if servers compute in bfloat16, because a step changes few bfloat16 values. Only with the transports
+    nccl, gloo and disk. Rank 0 and each server keep a second copy of the weights in host memory."""
     verify_every: NonNegativeInt = 50
-    """Verify the first push, then every so many: the sums of a server's weights and its logprobs of a probe text must
-    be the learner's. In the first one every weight is also set to NaN before it, and must be loaded. A server that
-    serves something else in a later one is restarted. At rollout.server_url only logprobs are compared. 0: never."""
+    """Verify the first push, and then every so many pushes: the sums of a server's weights and its logprobs of a
+    probe text must equal the learner's. Before the first push all weights are also set to NaN, to see that each is
+    loaded. A server that fails a later verification is restarted. At rollout.server_url only logprobs are compared. 0:
+    never."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """The settings that `transport`, one of your own, declares."""
+    """The settings that your own `transport` declares."""
 
     @property
     def part(self) -> tuple[str, str, Any]:
@@ -81,27 +82,29 @@ class WeightSyncConfig(OnePart):
 
     @property
     def is_compact(self) -> bool:
-        """Whether weights travel as parcels (async_rl/base/weights/parcels.py); servers make whole tensors of them."""
+        """Whether pushes are compact: sent as parcels (async_rl/base/weights/parcels.py), which servers decode."""
         return self.delta or self.lora == "adapter"
 
     @property
     def transport_entry(self) -> TransportEntry | None:
-        """The `TransportEntry` that `transport` names; None for auto, the first of `working_transports`."""
+        """The `TransportEntry` named by `transport`; None for auto, which the first of `working_transports` replaces.
+        """
         return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
 
 
 @section("placement.learner")
 class LearnerPlacement:
-    """The placement of the learner: the number of its ranks, their nodes, and whether each rank has a GPU."""
+    """Where the learner runs: the number of its ranks, their nodes, and whether each rank has a GPU."""
 
     nodes: PositiveInt = 1
-    """Nodes that hold learner ranks."""
+    """Nodes with learner ranks."""
     gpus_per_node: NonNegativeInt = 0
-    """Ranks on each node, with a GPU each. 0: `ranks` gives their number; they use the GPUs there are, else the CPU."""
+    """Ranks on each node, each with a GPU. 0: `ranks` gives their number; they use the GPUs that exist, else the CPU.
+    """
     ranks: NonNegativeInt = 0
-    """Ranks on all nodes together. 0: nodes * gpus_per_node, or one on each node."""
+    """Ranks on all nodes together. 0: nodes * gpus_per_node, or one per node."""
     resource: str = ""
-    """The Ray resource that a node must offer (`ray start --resources`), to tell kinds of hosts apart. Empty: any node.
+    """The Ray resource that the nodes must offer (`ray start --resources`), to choose a kind of host. Empty: any node.
     """
 
     def __post_init__(self) -> None:
@@ -116,21 +119,21 @@ class LearnerPlacement:
 
 @section("placement.rollout")
 class RolloutPlacement:
-    """The number of rollout servers, of their nodes, and of the GPUs of each."""
+    """Where rollout servers run: their number, their nodes, and the GPUs of each."""
 
     nodes: NonNegativeInt = 0
     """Nodes reserved for rollout servers. 0: they share the learner's nodes."""
     servers: PositiveInt = 1
     """Rollout servers on all nodes together."""
     engines: List[tuple[Annotated[str, Named(ENGINES, "placement.rollout.engines")], ...]] = ()
-    """The engine of each server, e.g. [sglang, vllm]. Empty: rollout.engine for all. Servers of another engine than
-    rollout.engine get none of rollout.server_args."""
+    """The engine of each server, e.g. [sglang, vllm]. Empty: rollout.engine for all. rollout.server_args apply only
+    to servers of rollout.engine."""
     tp: PositiveInt = 1
     """GPUs of each server (tensor parallelism)."""
     resource: str = ""
     """Like placement.learner.resource, for the nodes reserved for rollout servers."""
     max_restarts: NonNegativeInt = 3
-    """Restarts allowed for each server, evaluation servers included, between two learner steps; one more failure ends
+    """Restarts allowed for each server, also an evaluation server, between two learner steps. One more failure ends
     the run."""
 
     def __post_init__(self) -> None:
@@ -146,39 +149,38 @@ class RolloutPlacement:
 
 @section("placement.eval")
 class EvalPlacement:
-    """The evaluation servers, which answer held-out prompts and nothing else, so that training does not wait for them.
-    """
+    """The evaluation servers. They only answer held-out prompts, so that training does not wait for evaluations."""
 
     servers: NonNegativeInt = 0
-    """Servers that make the evaluations beside training, on the nodes of the rollout servers, each with rollout.engine
-    and placement.rollout.tp GPUs. A version that is due is pushed to them, so that all of its answers come from it. If
-    they are still busy then, the version is skipped, or its push waits (see eval.every_steps), and no other push does.
-    0: a rollout server evaluates, beside its work for training."""
+    """Servers for the evaluations during training, on the nodes of the rollout servers, each with rollout.engine and
+    placement.rollout.tp GPUs. A version to evaluate is pushed to them, so one version samples all its answers. If they
+    are still busy then, the version is skipped or its push waits (see eval.every_steps); other pushes never wait. 0: a
+    rollout server evaluates, in addition to its work for training."""
 
 
 @section("placement.judge")
 class JudgePlacement:
-    """The servers of the judge (judge.path), which no weights are pushed to."""
+    """The servers of the judge's model (judge.path). They get no weight pushes."""
 
     servers: NonNegativeInt = 0
-    """Servers of judge.path, on the nodes of the rollout servers, between which its requests are shared."""
+    """Servers of judge.path, on the nodes of the rollout servers. Requests to the judge are spread over them."""
     tp: PositiveInt = 1
-    """GPUs of each of them (tensor parallelism)."""
+    """GPUs of each judge server (tensor parallelism)."""
 
 
 @section("placement")
 class PlacementConfig:
-    """The nodes, GPUs and cores that learner ranks and servers get, and whether they share GPUs."""
+    """Which nodes, GPUs and cores the learner ranks and servers get, and whether they share GPUs."""
 
     learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
     rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
     eval: Section[EvalPlacement] = field(default_factory=EvalPlacement)
     judge: Section[JudgePlacement] = field(default_factory=JudgePlacement)
     colocated: bool = False
-    """Learner ranks and servers share GPUs, one of each on a GPU; rollout.gpu_memory_utilization splits the memory."""
+    """Learner ranks and servers share GPUs, one of each per GPU; rollout.gpu_memory_utilization divides the memory."""
     pin_cpus: bool = False
-    """Each server and learner rank gets cores of its own, an equal share of this host's. Without GPUs, rollout and
-    learner work at the same time only with this."""
+    """Give each server and learner rank its own cores, an equal share of the host's. Without GPUs, rollout and
+    learner work simultaneously only with this."""
 
     def __post_init__(self) -> None:
         check(
@@ -206,14 +208,14 @@ class PlacementConfig:
 
     @property
     def num_servers(self) -> int:
-        """The number of servers of the whole run: for rollouts, for evaluations and of the judge."""
+        """The number of servers of the whole run: rollout, evaluation and judge servers."""
         return self.rollout.servers + self.eval.servers + self.judge.servers
 
     @property
     def ranks_of_servers(self) -> dict[str, int]:
-        """The learner rank on the GPU of each rollout server, by the server's name; {} without `colocated`.
+        """For each rollout server, by name: the learner rank on the same GPU; {} without `colocated`.
 
-        On each node the first rank is on the GPU of the first server, and so on. Servers without a rank are left out.
+        On each node the first rank shares a GPU with the first server, and so on. Servers without a rank are left out.
         """
         if not self.colocated:
             return {}
@@ -226,20 +228,20 @@ class PlacementConfig:
 
     @property
     def processes_per_node(self) -> int:
-        """The largest number of learner ranks and servers that are on one node and share its cores."""
+        """The most learner ranks and servers on one node, which share its cores."""
         ranks = self.learner.ranks // self.learner.nodes
         return max(ranks, self.servers_per_node) if self.rollout.nodes else ranks + self.servers_per_node
 
     @property
     def servers_per_node(self) -> int:
-        """The largest number of servers that are on one node."""
+        """The most servers on one node."""
         return math.ceil(self.num_servers / (self.rollout.nodes or self.learner.nodes))
 
 
 
 
 class Limit(NamedTuple):
-    """The time limit of one wait, with the configuration key that sets it, which the error of a longer wait names."""
+    """The time limit of a wait, and its configuration key, which the error of an overdue wait names."""
 
     seconds: float
     key: str
@@ -250,41 +252,39 @@ class Limit(NamedTuple):
 
 @section("timeouts")
 class TimeoutsConfig:
-    """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
+    """The time limits of all waits of a run, in seconds. A wait that exceeds its limit ends with an error."""
 
     startup_s: Seconds = 600.0
-    """How long a process of the run may take to start and to reach the others, and a reward to open its files and
-    connections."""
+    """How long a process of the run may take to start and connect to the others, and a reward to open what it needs."""
     generate_s: Seconds = 1800.0
-    """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
+    """How long the engine may take to answer one group; in a multi-turn episode, to sample one reply."""
     tool_s: Seconds = 30.0
-    """How long one call of a tool may take. The model is told when it took longer."""
+    """How long one tool call may take. If it takes longer, the model gets an error message as its result."""
     turn_s: Seconds = 120.0
-    """How long an environment may take to answer a reply, or an agent to ask for the next one."""
+    """How long an environment may take to respond to a reply, or an agent to ask for the next reply."""
     episode_s: Seconds = 3600.0
-    """How long one episode may take. After that `task.on_timeout` decides its reward."""
+    """How long one episode may take. If it takes longer, task.on_timeout decides its reward."""
     reward_s: Seconds = 30.0
-    """How long one call of the reward function may take, from when a thread begins with it."""
+    """How long one call of the reward function may take, from when a thread starts it."""
     batch_s: Seconds = 3600.0
-    """How long one large piece of work may take: the batch that the learner waits for, the groups that a push waits for
-    with weight_sync.on_update drain, an evaluation, the writing of a checkpoint."""
+    """How long one large piece of work may take: a batch for the learner, the groups that a push waits for with
+    weight_sync.on_update drain, an evaluation, writing a checkpoint."""
     push_s: Seconds = 300.0
-    """How long each part of a weight push may take: that all servers join it, pause, get a bucket, or go on."""
+    """How long each part of a weight push may take: until all servers have joined, paused, got a bucket, or resumed."""
     buffer_s: Seconds = 30.0
     """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0
-    """A process that tells the driver nothing for this long counts as dead; a buffer with a journal counts as dead
-    after buffer_s / 3."""
+    """A process that does not report to the driver for this long counts as dead; a buffer with a journal counts as
+    dead after buffer_s / 3."""
     shutdown_s: Seconds = 30.0
-    """How long a process that was asked to end may take."""
+    """How long a process may take to end after it was asked to."""
     pause_s: Seconds = 259_200.0
-    """How long a run that its watcher has paused waits for `async-rl answer`, before it ends with a checkpoint."""
+    """How long a run that its watcher has paused waits for `async-rl answer`. Then it ends with a checkpoint."""
     interrupt_s: Seconds = 300.0
-    """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
-    """
+    """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM. Then the run ends without them."""
 
     def limit(self, name: str) -> Limit:
-        """Return the timeout in the field `name`, such as push_s, with its configuration key."""
+        """Return the timeout in the field `name`, such as push_s, together with its configuration key."""
         return Limit(getattr(self, name), f"timeouts.{name}")
 
 
@@ -301,7 +301,7 @@ def _is_range(ports: str) -> bool:
 
 
 def is_server_url(url: str) -> bool:
-    """Whether requests can be sent below `url`: it has no query or fragment, and no user, which can't be sent."""
+    """Whether requests can be sent to addresses below `url`: it has a host, and no user, query or fragment."""
     if re.search(r"[\s?#]", url):
         return False
     try:
@@ -314,30 +314,30 @@ def is_server_url(url: str) -> bool:
 
 @section("network")
 class NetworkConfig:
-    """The address of a run's sockets and the keys that protect them, also from other users of the same host. In a run
-    on several hosts, each process listens on the address that Ray has for its node (`ray start --node-ip-address`).
+    """The address of a run's sockets, and the keys that protect them, also from other users of the same host. In a
+    run on several hosts, each process listens on the address that Ray has for its node (`ray start --node-ip-address`).
     """
 
     host: Annotated[str, checked(_is_one_interface, (
         "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
         "this host that the others reach)"
     ))] = "127.0.0.1"  # fmt: skip
-    """The IPv4 address that sockets bind and others reach. An address beyond loopback needs keys, or insecure."""
+    """The IPv4 address that sockets bind and other processes connect to. Beyond loopback it needs keys, or insecure."""
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """The port of the buffer. 0: a free one."""
     ports: Annotated[str, checked(_is_range, (
         "two ports from 1024 to 65535, such as 20000-20099, or empty"
     ))] = ""  # fmt: skip
-    """The ports of all sockets of a run that other hosts connect to, FIRST-LAST, for a firewall between them: the
-    buffer (unless `port` is set), the servers, and the stores that torch.distributed finds its ranks with. Each is a
-    free one of these, and several runs may share a range. Ray, NCCL and gloo have settings of their own. Empty: any."""
+    """The range FIRST-LAST for all sockets of a run that other hosts connect to, for a firewall: the buffer (unless
+    `port` is set), the servers, and the stores of torch.distributed. Each socket takes a free port of the range, and
+    several runs may share it. Ray, NCCL and gloo have their own settings. Empty: any port."""
     keys: PathText = ""
-    """The folder made by `async-rl keys new`. Empty: at each start the run makes keys of its own, which it removes at
-    its end. With keys, groups and batches are encrypted, the buffer accepts only clients that hold the client's key,
-    and rollout servers ask for an API key made from that key."""
+    """The folder made by `async-rl keys new`. Empty: at each start the run makes its own keys, and removes them at
+    its end. With keys, groups and batches are encrypted, the buffer accepts only clients that have the client's key,
+    and rollout servers require an API key derived from it."""
     insecure: bool = False
-    """Make no keys, and accept that whoever reaches `host`, on loopback every user and program of this host, can read
-    the training data and write into it."""
+    """Make no keys. Everybody who can reach `host`, on loopback every user and program of this host, can then read
+    and change the training data."""
 
     def __post_init__(self) -> None:
         check(
@@ -347,14 +347,17 @@ class NetworkConfig:
         )
 
     def ports_in(self, first: int, count: int, of: int) -> str:
-        """Return `count` parts of `ports`, divided into `of`, so that processes take different ones."""
+        """Divide `ports` into `of` equal parts, and return `count` of them, from number `first` on, as FIRST-LAST.
+
+        Processes take different parts, so that their ports do not collide. Returns "" if `ports` is empty.
+        """
         ports = self.port_range
         part = ports[first * len(ports) // of : (first + count) * len(ports) // of]
         return f"{part[0]}-{part[-1]}" if ports else ""
 
     @property
     def port_range(self) -> range:
-        """The ports of `ports`; empty if any will do."""
+        """The range `ports` as numbers; empty if any port may be used."""
         first, _, last = self.ports.partition("-")
         return range(int(first), int(last) + 1) if self.ports else range(0)
 
@@ -377,35 +380,35 @@ class CheckpointConfig:
     every_steps: NonNegativeInt = 100
     """Learner steps between two checkpoints; one more is saved at the end. 0: only after Ctrl-C or SIGTERM."""
     models_every_steps: NonNegativeInt = 0
-    """Learner steps between two Hugging Face folders of the policy, run_dir/models/step_N, which are all kept and which
-    training waits for. 0: only run_dir/model, at the end."""
+    """Learner steps between two exports of the policy as a Hugging Face folder, run_dir/models/step_N. All are kept,
+    and training waits for each. 0: only run_dir/model, at the end."""
     push_to_hub: Annotated[str, checked(_is_repository, "OWNER/NAME of a repository of the hub")] = ""
-    """The repository of the hub, OWNER/NAME, to which run_dir/model is uploaded when the run has ended. It is made,
-    as a private one, if there is none. Empty: nothing is uploaded."""
+    """The repository of the hub, OWNER/NAME, to which run_dir/model is uploaded after the run. It is created as a
+    private one if it does not exist. Empty: nothing is uploaded."""
     keep_last: PositiveInt = 2
     """The number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """The number of further checkpoints to keep: those that are the best on held-out prompts."""
+    """The number of further checkpoints to keep: the best ones on held-out prompts."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
-    """The measure of the best: accuracy, the share of right answers (eval/accuracy), or reward, the mean
-    reward (eval/reward)."""
+    """The measure for keep_best: the share of right answers (accuracy, eval/accuracy) or the mean reward (eval/reward).
+    """
 
 
 @section("logging")
 class LoggingConfig:
-    """The loggers that get the metrics besides run_dir/metrics.jsonl: wandb, trackio and TensorBoard."""
+    """The loggers that get the metrics in addition to run_dir/metrics.jsonl: wandb, trackio and TensorBoard."""
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """The mode of wandb. auto: online when the user is logged in, else disabled."""
+    """The mode of wandb. auto: online if the user is logged in, else disabled."""
     trackio: bool = False
-    """Whether the same metrics go to trackio, where it is installed (`pip install trackio`)."""
+    """Whether metrics are sent to trackio (`pip install trackio`)."""
     tensorboard: bool = False
-    """Whether the same metrics go to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
+    """Whether metrics are written to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
     `tensorboard --logdir RUN_DIR` shows them (`pip install tensorboard`)."""
     project: str = "async-rl"
     """The project in wandb and trackio."""
 
     @property
     def has_trackers(self) -> bool:
-        """Whether a tracker may be on. With wandb auto that depends on the user's login."""
+        """Whether any of these loggers may be on. With wandb auto that depends on the user's login."""
         return self.wandb != "disabled" or self.trackio or self.tensorboard

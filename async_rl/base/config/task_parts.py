@@ -1,4 +1,4 @@
-"""The section judge, and parts of the section task: files of prompts, their columns, and rewards."""
+"""The section judge, and parts of the section task: sources of prompts, their columns, and rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from async_rl.base.config.system import Seconds, is_server_url
 from async_rl.base.seams import ENGINES, EngineEntry, find_entry
 
 RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env", "reward_model")
-"""The names in reward/... that mean something else."""
+"""Names that have another meaning in the metrics reward/..., so no reward may have them."""
 
 
 def _is_name(text: str) -> bool:
@@ -28,23 +28,24 @@ class RewardConfig:
     """One of the rewards whose weighted sum is the reward of an answer."""
 
     name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
-    """The name under which it is logged. Empty: the name of the rule or the function."""
+    """The name under which the reward is logged. Empty: the name of the rule or the function."""
     reward: str = ""
-    """As in task.reward."""
+    """The rule or function, as in task.reward."""
     weight: float = 1.0
-    """The factor of its score in the sum. 0: it is only logged."""
+    """The factor of the reward's score in the sum. 0: it is only logged."""
     weights: Section[dict[str, float]] = field(default_factory=dict)
-    """The factors in the sum of further numbers that it returns, by their names: {format: 0.2}."""
+    """The factors in the sum of further numbers that the reward returns, by their names: {format: 0.2}."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """The settings that it declares."""
+    """The settings that the reward declares."""
     timeout_s: NonNegativeFloat = 0.0
     """How long one call may take. 0: timeouts.reward_s."""
     concurrency: NonNegativeInt = 0
-    """Calls that a worker makes at once. 0: what the reward declares, else 32 of a `def` and 256 of an `async def`."""
+    """The most simultaneous calls in a worker. 0: what the reward declares, else 32 for a `def` and 256 for an
+    `async def`."""
 
     @property
     def counts(self) -> bool:
-        """Whether it has a weight other than 0. Then an answer without its verdict is left out."""
+        """Whether the reward has a weight other than 0. Then answers without its verdict are left out."""
         return bool(self.weight or any(self.weights.values()))
 
     @property
@@ -55,12 +56,12 @@ class RewardConfig:
 
 @section("task.sandbox")
 class SandboxConfig:
-    """Where programs in answers run, also answers that scorers of reasoning_gym may run."""
+    """Where programs in answers run, including answers that scorers of reasoning_gym may execute."""
 
     kind: Literal["bubblewrap", "none"] = "bubblewrap"
-    """bubblewrap: contained, in namespaces of their own. none: with all rights of the user of the run."""
+    """bubblewrap: contained, in their own namespaces. none: with all rights of the run's user."""
     url: str = ""
-    """A service that speaks SandboxFusion's API and runs programs in place of `kind`: http://host:8080."""
+    """A service with SandboxFusion's API that runs programs instead: http://host:8080."""
 
     def __post_init__(self) -> None:
         check(not self.url or is_server_url(self.url), "task.sandbox.url", self.url, "http://host:port or empty")
@@ -75,10 +76,10 @@ class SandboxConfig:
 
 @section("task.columns")
 class ColumnsConfig:
-    """The columns of task.path and task.eval_path. Those that are empty are found: verl's, TRL's, verifiers', GSM8K's.
-    An entry of a list of files may have others.
+    """The columns of task.path and task.eval_path. Empty names are found automatically, in the schemas of verl, TRL,
+    verifiers and GSM8K. An entry in a list of files may have its own columns.
 
-    A name with dots is a column, or leads into one of mappings: reward_model.ground_truth.
+    A name with dots is a column of that name, or leads into a column of mappings: reward_model.ground_truth.
     """
 
     prompt: str = ""
@@ -86,7 +87,7 @@ class ColumnsConfig:
     reference: str = ""
     """The value that the reward compares an answer with: question.ground_truth."""
     solution: str = ""
-    """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
+    """A worked solution, for async-rl sft. Empty: extra_info.answer, else the reference."""
     source: str = ""
     """The kind of a question; each kind has its own accuracy. Empty: data_source or task, else the file's name."""
 
@@ -98,15 +99,16 @@ class DataConfig:
     path: PathText
     """A file, a glob, a folder of datasets.save_to_disk, or a data set of the hub, as in task.path."""
     weight: PositiveFloat = 1.0
-    """How often its rows come in an epoch: 2: twice. 0.25: a quarter of them, in each epoch the next one."""
+    """How often the source's rows occur in an epoch. 2: twice. 0.25: a quarter of them, in each epoch the next quarter.
+    """
     name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
     """The name under which held-out results are logged: eval/accuracy/<name>. Empty: the file's name."""
     columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
-    """The columns of this source, all of them in place of those in task.columns. Empty: task.columns."""
+    """The columns of this source, which replace all of task.columns. Empty: task.columns."""
 
     @property
     def short_name(self) -> str:
-        """`name`, or the name of the file or folder without its ending."""
+        """The field `name`, or the name of the file or folder without its ending."""
         return self.name or re.sub(r"[^\w.-]+", "-", Path(self.path).stem).strip("-") or "data"
 
 
@@ -115,17 +117,17 @@ Chance = Annotated[float, Field(ge=0.01, le=1)]
 
 @section("task.difficulty")
 class DifficultyConfig:
-    """The lowest chances with which prompts are sampled whose answers all have one reward. 1: none is skipped.
+    """How rarely prompts may be sampled if all answers to them get one reward. 1: no prompt is skipped.
 
-    Nothing is learned from such a group. With each one in a row the chance that a prompt is sampled in an epoch halves,
-    down to these; a group with different rewards makes it 1 again.
+    Nothing is learned from a group with only one reward. With each such group in a row, the chance that its prompt is
+    sampled in an epoch halves, down to these limits; a group with different rewards resets it to 1.
     """
 
     solved: Chance = 1.0
-    """The lowest chance of a prompt whose answers were all right, by eval.correct_threshold."""
+    """The lowest chance of a prompt if its answers were all right, by eval.correct_threshold."""
     unsolved: Chance = 1.0
-    """The lowest chance of a prompt whose answers were not right, and all had one reward. A higher one than `solved`
-    gives hard prompts more tries."""
+    """The lowest chance of a prompt if its answers were not right but all had one reward. If it is higher than
+    `solved`, hard prompts get more tries."""
 
     @property
     def skips(self) -> bool:
@@ -160,11 +162,11 @@ DataPaths = Annotated[
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, _ENTRY]}}]
     }),
 ]  # fmt: skip
-"""The type of a field that names prompts: one source of them, or a list of texts and of what a DataConfig has."""
+"""The type of a field that names prompts: one source, or a list of sources, each a text or a DataConfig."""
 
 
 def data_of(paths: str | tuple[DataConfig, ...]) -> tuple[DataConfig, ...]:
-    """Return the sources that a field of the type DataPaths names; () if it is empty."""
+    """Return the sources in a field of the type DataPaths; () if it is empty."""
     if isinstance(paths, str):
         return (DataConfig(path=paths),) if paths else ()
     return paths
@@ -176,33 +178,33 @@ def _are_urls(urls: tuple[str, ...]) -> bool:
 
 @section("judge")
 class JudgeConfig:
-    """The judge that the rewards judge, judge_pairwise and judge_listwise ask: a model on servers of its own that the
-    run starts, or a running endpoint like OpenAI's.
+    """The judge that the rewards judge, judge_pairwise and judge_listwise ask: a model on servers that the run
+    starts, or a running endpoint like OpenAI's.
     """
 
     path: PathText = ""
-    """The model that judges, on servers that the run starts (placement.judge.servers): its folder, or its name on the
-    hub. Empty: the run starts none."""
+    """The judge's model, by its folder or its name on the hub; the run starts placement.judge.servers servers for it.
+        Empty:
+    the run starts none."""
     engine: Annotated[str, Named(ENGINES, "judge.engine")] = "sglang"
-    """The engine of these servers, one that answers chats: sglang."""
+    """The engine of the judge's servers, one that supports chats: sglang."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
-    """Further flags of these servers, such as {context-length: 8192}."""
+    """Further flags of the judge's servers, such as {context-length: 8192}."""
     urls: Annotated[List[tuple[str, ...]], checked(_are_urls, "a list of http:// or https:// addresses")] = ()
-    """Base addresses of running endpoints, up to /v1: [https://host/v1]. Requests are spread over them, and go to
-    another one after a failure. With `path` the run fills them in."""
+    """Base addresses of running endpoints, up to /v1: [https://host/v1]. Requests are spread over them; a failed
+    request goes to another one. With `path` the run fills them in."""
     model: str = ""
-    """The model that requests name. Empty: the first that the endpoint lists."""
+    """The model name in requests. Empty: the first that the endpoint lists."""
     api_key_variable: str = ""
-    """The environment variable of the rollout workers that has the key for `urls`. Empty: no key is sent."""
+    """The rollout workers' environment variable with the key for `urls`. Empty: no key is sent."""
     requests_per_minute: NonNegativeFloat = 0.0
-    """The most requests that all workers together send in a minute. Each worker has an equal share. 0: no limit."""
+    """The most requests per minute of all workers together. Each worker has an equal share. 0: no limit."""
     concurrency: PositiveInt = 64
-    """The most requests of one worker that are under way at once."""
+    """The most simultaneous requests of one worker."""
     timeout_s: Seconds = 60.0
     """How long the endpoint may take to answer one request."""
     patience_s: Annotated[float, Field(ge=0, le=100_000)] = 600.0
-    """How long a request is sent again after its first failure. After that there is no verdict, and the answer leaves
-    its group."""
+    """How long a failed request is retried. After that there is no verdict, and the answer leaves its group."""
 
     def __post_init__(self) -> None:
         check(
@@ -217,5 +219,5 @@ class JudgeConfig:
 
     @property
     def engine_entry(self) -> EngineEntry:
-        """The `EngineEntry` that `engine` names."""
+        """The `EngineEntry` named by `engine`."""
         return find_entry(ENGINES, self.engine, "judge.engine")

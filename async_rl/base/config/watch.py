@@ -19,26 +19,24 @@ share        mean of the window < limit x mean of the first window
 growth       median of the window > limit x mean of the 10 steps before it, while the mean reward rises
 fall         best window - newest steps > limit standard errors, and more than half of the gain
 gold fall    best three evaluations - newest ones > limit standard errors
-correlation  mean correlation of three evaluations < -limit standard errors
-"""
+correlation  mean correlation of three evaluations < -limit standard errors"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: when its metric breaks its limit, an alarm is on."""
+    """A rule of the watcher: it raises an alarm when its metric breaks its limit."""
 
     name: str
     metric: str
     """A metric of a step. Of the metrics of evaluations only eval/gold is compared, by gold fall and correlation."""
     window: int
-    """Steps, or evaluations with gold rewards, over which the metric is averaged."""
+    """The number of steps, or of evaluations with gold rewards, over which the metric is averaged."""
     comparison: Comparison
     limit: float
     meaning: str
     advice: str
     acts: bool = False
-    """Whether watch.action follows when it breaks. The others only warn. Watcher._back_to names the version to go back
-    to."""
+    """Whether watch.action is taken when the rule breaks. The other rules only warn."""
 
 
 _OFF_POLICY = "Lower staleness.depth or learner.lr"
@@ -80,24 +78,27 @@ RULES = {
              "What the reward likes more is worse. Train the reward model on answers of this policy", acts=True),
     )
 }  # fmt: skip
-"""The rules by name. docs/watcher.md lists them; benchmarks/results/watcher.md has their false alarms and power."""
+"""The rules by name. docs/watcher.md describes them; benchmarks/results/watcher.md has their false alarms and power."""
 
 
 @section("watch")
 class WatchConfig:
-    """The watcher: it follows the metrics of a run by the rules of docs/watcher.md, and acts when one breaks."""
+    """The watcher: it checks the metrics of a run by the rules of docs/watcher.md, and acts when one breaks."""
 
     action: Literal["warn", "pause", "stop", "rollback"] = "warn"
-    """warn: an alarm has a line on the console. The others also act on the rules that concern what is learned: reward,
-    gold, correlation, reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`. stop:
-    the run ends with the model of the checkpoint before the trouble. rollback: the run continues from that checkpoint,
-    with half the learning rate and twice the KL coefficient."""
+    """What happens at an alarm. warn: only a line on the console. The other actions are taken for the rules on what is
+        learned:
+    reward, gold, correlation, reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`. stop: the
+        run
+    ends with the model of the last checkpoint before the trouble. rollback: the run continues from that checkpoint,
+        with
+    half the learning rate and twice the KL coefficient."""
     rules: Section[dict[str, float | Literal["off"]]] = field(default_factory=dict)
-    """Limits of rules instead of their defaults, by name, such as {ess: 0.2, cut: off}."""
+    """Limits that replace the rules' defaults, by name, such as {ess: 0.2, cut: off}."""
     max_rollbacks: PositiveInt = 2
-    """The number of times that a run rolls back. After that, the next trouble ends it as stop does."""
+    """The most rollbacks of a run. After that, the next trouble ends the run as stop does."""
     rollbacks: NonNegativeInt = 0
-    """The number of times that the run has rolled back. The run sets it."""
+    """How often the run has rolled back. The run sets it."""
 
     def __post_init__(self) -> None:
         if unknown := [f"watch.rules.{name}" for name in self.rules if name not in RULES]:
@@ -111,12 +112,12 @@ class WatchConfig:
 
     @property
     def kl_factor(self) -> float:
-        """2 for each rollback so far: it multiplies the KL coefficient and divides the learning rate."""
+        """2 to the power of `rollbacks`: multiplies the KL coefficient and divides the learning rate."""
         return 2.0**self.rollbacks
 
 
 def check_watch(watch: WatchConfig, checkpoint: CheckpointConfig) -> None:
-    """Check that a run which may go back writes checkpoints."""
+    """Check that a run whose watcher may go back to a checkpoint writes checkpoints."""
     check(
         not watch.acts or checkpoint.every_steps > 0, "checkpoint.every_steps", checkpoint.every_steps,
         f"above 0 with watch.action {watch.action}", "The run goes back to a checkpoint before the trouble.",

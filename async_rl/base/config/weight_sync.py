@@ -16,13 +16,13 @@ _FLOAT32 = "In float32 a step changes nearly all values: there is nothing to sav
 def check_compact(
     sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelConfig, working: Collection[str]
 ) -> None:
-    """Check that adapters or changed values, if they are pushed instead of whole weights, fit the other settings.
+    """Check that compact pushes (only adapters or changed values), if they are on, suit the other settings.
 
     Args:
-        working: names of the transports that may work where the run will be.
+        working: names of the transports that may work for the run.
 
     Raises:
-        SettingsError: they do not. The message gives the reason and the alternative.
+        SettingsError: they do not. The message gives the reason and an alternative.
     """
     if not sync.is_compact:
         return
@@ -59,10 +59,10 @@ def check_compact(
 
 
 def check_compact_transport(sync: WeightSyncConfig, working: Collection[str]) -> None:
-    """Check that the transport, unless it is auto, carries what travels instead of whole weights.
+    """Check that the transport, unless it is auto, supports compact pushes.
 
     Args:
-        working: names of the transports that work where the run is.
+        working: names of the transports that work for the run.
     """
     entry, (key, got, default) = sync.transport_entry, _setting(sync)
     able = [name for name in working if TRANSPORTS[name].carries_parcels]
@@ -75,7 +75,7 @@ def check_compact_transport(sync: WeightSyncConfig, working: Collection[str]) ->
 
 
 def check_compact_type(sync: WeightSyncConfig, model: ModelConfig, device_type: str) -> None:
-    """Check that the servers of a sparse push compute in bfloat16, where model.dtype auto is resolved by the device."""
+    """Check that servers compute in bfloat16 if weight_sync.delta is on. The device decides for model.dtype auto."""
     check(
         not sync.delta or model.dtype != "auto" or device_type != "cpu", "weight_sync.delta", True,
         "false with model.dtype auto on a CPU, which is float32", f"{_FLOAT32} Or set model.dtype: bfloat16.",
@@ -83,7 +83,7 @@ def check_compact_type(sync: WeightSyncConfig, model: ModelConfig, device_type: 
 
 
 def _setting(sync: WeightSyncConfig) -> tuple[str, object, str]:
-    """Return the key of the setting that makes pushes compact, its value, and its default."""
+    """Return the setting that makes pushes compact: (its key, its value, its default)."""
     if sync.delta:
         return "weight_sync.delta", True, "false"
     return "weight_sync.lora", sync.lora, "merged"
@@ -95,15 +95,15 @@ KEY = "weight_sync.double_buffer"
 def check_staging(
     sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: bool, tp: int, working: Collection[str]
 ) -> None:
-    """Check that the engine can stage weights, that the transport sends what can be staged, and that a pause is saved.
+    """Check that weight_sync.double_buffer, if it is on, is supported by engine and transport, and saves a pause.
 
     Args:
         shares_gpus: whether learner and servers take turns in using GPUs.
         tp: the number of GPUs of a server.
-        working: names of the transports that may work where the run will be.
+        working: names of the transports that may work for the run.
 
     Raises:
-        SettingsError: one of these is not so. The message gives the reason and the alternative.
+        SettingsError: one of these is not so. The message gives the reason and an alternative.
     """
     engine = rollout.engine_entry
     if sync.double_buffer == "none":
@@ -128,10 +128,10 @@ def check_staging(
 
 
 def check_staging_transport(sync: WeightSyncConfig, working: Collection[str]) -> None:
-    """Check that the transport, unless it is auto, sends what servers can stage.
+    """Check that the transport, unless it is auto, supports weight_sync.double_buffer.
 
     Args:
-        working: names of the transports that work where the run is.
+        working: names of the transports that work for the run.
     """
     entry = sync.transport_entry
     able = [name for name in working if TRANSPORTS[name].stages]

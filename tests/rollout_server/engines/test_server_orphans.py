@@ -52,10 +52,15 @@ def test_nothing_is_left_after_sigkill_of_the_parent(
     try:
         if moment == "while it serves":
             assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        assert wait_until(lambda: len(family.children(recursive=True)) >= num_children, 60)
-        sessions = {os.getsid(child.pid) for child in family.children(recursive=True)}
+        # A child that has only been forked is still in the session of its parent.
+        assert wait_until(lambda: len(found := sessions_of(family)) >= num_children and os.getsid(0) not in found, 60)
+        sessions = set(sessions_of(family))
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert os.getsid(0) not in sessions
     assert wait_until(lambda: not running_in(sessions), 20), running_in(sessions)
+
+
+def sessions_of(family: psutil.Process) -> list[int]:
+    return [os.getsid(child.pid) for child in family.children(recursive=True)]

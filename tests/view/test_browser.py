@@ -79,7 +79,12 @@ def test_pages_load_without_an_error_fit_the_screen_and_can_be_read(page: Page, 
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     for theme in THEMES:
-        page.emulate_media(color_scheme=theme)
+        if path == f"{RUN}/":  # its charts are drawn in the colours of one scheme: another one loads it again
+            with page.expect_navigation():
+                page.emulate_media(color_scheme=theme)
+            page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
+        else:
+            page.emulate_media(color_scheme=theme)
         page.wait_for_function(f"matchMedia('(prefers-color-scheme: {theme})').matches")
         assert page.evaluate(LOW_CONTRAST) == []
     for width in WIDTHS:

@@ -48,7 +48,7 @@ def assert_on_policy(run: Run) -> None:
     assert run.steps[-1]["kl/reference"] > 1e-6, "the policy moves"
 
 
-@pytest.mark.parametrize("narrowed", [[], NARROWED])
+@pytest.mark.parametrize("narrowed", [[], pytest.param(NARROWED, marks=pytest.mark.nightly)])
 def test_ratios_are_1_where_special_and_improbable_tokens_are_not_sampled(
     smoke_yaml: Path, tmp_path: Path, narrowed: list[str]
 ) -> None:

@@ -189,8 +189,7 @@ def test_experts_of_another_version_are_named(tmp_path: Path, one_rank: None) ->
     assert found["precision"].finding.startswith("routing")
 
 
-@pytest.mark.parametrize("rules", [{"top_p": 0.9}, {"top_k": 9}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rules", "dtype"), [({"top_p": 0.9}, "float32"), ({"top_k": 9}, "bfloat16")])
 def test_a_sound_run_over_supports_is_exact_or_bounded_too(
     rules: dict[str, float], dtype: str, tmp_path: Path, one_rank: None
 ) -> None:

@@ -81,7 +81,11 @@ def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("transport", "form"), [("cuda_ipc", "none"), ("gloo", "device"), ("disk", "delta"), ("gloo", "adapter")]
+    ("transport", "form"),
+    [
+        ("cuda_ipc", "none"), ("gloo", "adapter"),
+        *(pytest.param(*way, marks=pytest.mark.nightly) for way in (("gloo", "device"), ("disk", "delta"))),
+    ],
 )
 def test_sglang_serves_the_learners_experts_after_each_push(
     moe_server: SGLangServer, transport: str, form: str, tmp_path: Path
@@ -103,6 +107,7 @@ def test_sglang_serves_the_learners_experts_after_each_push(
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly
 def test_experts_that_sglang_does_not_load_are_named(moe_server: SGLangServer, tmp_path: Path) -> None:
     """SGLang skips the names of transformers in silence: this is how they were pushed once."""
     config = pushing(moe_server.config, "gloo", tmp_path / "run")
@@ -115,7 +120,9 @@ def test_experts_that_sglang_does_not_load_are_named(moe_server: SGLangServer, t
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("on_update", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize(
+    "on_update", ["in_place", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("retract", "abort"))]
+)
 def test_sglang_returns_the_experts_of_each_tokens_first_forward_best_first(
     moe_server: SGLangServer, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def config_of(name: str, sandbox: str = "bubblewrap", **task: Any) -> Config:
     )
 
 
+@cache
 def opened(name: str, sandbox: str = "bubblewrap") -> tuple[Task, Question]:
+    """The task of a dataset, whose sandbox lives as long as the tests."""
     task = open_task(config_of(name, sandbox), TOKENIZER)
     return task, task.prompt(0).question
 
@@ -88,7 +91,7 @@ def test_an_answer_that_runs_code_does_not_change_the_score_of_a_later_one(sandb
     task, question = opened("string_insertion", sandbox)
     spoiled = "setattr(type(self), 'score_answer', lambda *a, **k: 1.0) or setattr(self, 'score_answer', print) or ''"
     assert task.verify(question, spoiled) == 0
-    assert [task.verify(question, answer) for answer in ("wrong", question.ground_truth)] == [0, 1]
+    assert [task.verify(question, answer) for answer in ("wrong by now", question.ground_truth)] == [0, 1]
     assert task.verify(question, "__import__('os').kill(__import__('os').getpid(), 9)") == 0
     assert task.verify(question, "exit()") == task.verify(question, "wrong too") == 0
     if sandbox == "none":
@@ -125,7 +128,7 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_worker_lives_meanwhile(
     monkeypatch: pytest.MonkeyPatch, sandbox: str, limit: str
 ) -> None:
     config = config_of("string_insertion", sandbox)
-    task = open_task(config, TOKENIZER)
+    task, _ = opened("string_insertion", sandbox)
     prompt = task.prompt(0)
     assert task.verify(prompt.question, "wrong") == 0  # the server has started
     monkeypatch.setattr(reasoning_gym_scorer, limit, 1.0)

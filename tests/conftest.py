@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,12 +55,16 @@ _unit_test: str | None = None
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of workers for `-n auto`. xdist would count the cores of the host, also those of others.
+    """Return the number of workers for `-n auto`. xdist would count the cores of the host, also those of others."""
+    return min(usable_cores(), MAX_WORKERS)
 
-    `make unit` gets one more, because some of its tests wait.
-    """
-    is_unit = "not processes" in config.option.markexpr
-    return min(usable_cores(), MAX_WORKERS) + is_unit
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out of `make unit` the files whose every test has one of its other marks: to import them takes seconds."""
+    if "not processes" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    marks = re.search(r"^pytestmark = .*", collection_path.read_text(), re.MULTILINE)
+    return True if marks and re.search(r"mark\.(processes|e2e|gpu|nightly)\b", marks[0]) else None
 
 
 class ByFileAndServer(LoadFileScheduling):

@@ -141,6 +141,7 @@ def test_a_bug_keeps_its_stack_trace(config_file: Path, monkeypatch: pytest.Monk
         main(["train", str(config_file)])
 
 
+@pytest.mark.processes  # it computes for long
 def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ def test_a_hard_task_of_which_few_prompts_are_within_reach_goes_on(prompts_per_s
     rng, store = random.Random(0), Store(plain_rules(1, prompts_per_step))
     store.state.prompts.learn([[10_000, 10_000]])
     store.served(0)
-    for version in range(60):
+    for version in range(480 // prompts_per_step):
         while not store.take(version):
             assert not store.end_reason
             (slot,) = store.admit("rollout/0", 1, 0.0)

@@ -30,6 +30,8 @@ from tests.kit.publishers import (
     url_of,
 )
 
+pytestmark = pytest.mark.processes  # together they wait for long
+
 DEAD = "http://127.0.0.1:9"
 HANGING = threading.Event()
 """Set: requests that hang are let go."""

@@ -56,7 +56,7 @@ def test_a_failure_that_passes_costs_waiting(status: int, text: str, headers: di
 
 def test_a_slow_reply_costs_waiting() -> None:
     async def ask() -> list[float | None]:
-        slow = FakeJudge(in_turn(score(7)), latency_s=5.0)
+        slow = FakeJudge(in_turn(score(7)), latency_s=1.0)
         async with slow.serve() as url:
             asking = asyncio.create_task(verdicts(judged_by(url, timeout_s=0.5), "x"))
             while not slow.asked:

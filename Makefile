@@ -24,7 +24,7 @@ unit: venv  ## the quick tests: they start no process and compute little
 
 nightly: venv vllm  ## the long tests
 	$(BIN)/python -m pytest --hypothesis-profile default -m nightly
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile default -m "not gpu and not nightly and not e2e"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile default -m "hypothesis and not gpu and not nightly"
 
 check: venv  ## sizes, import direction, ruff, mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py

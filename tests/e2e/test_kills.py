@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,6 @@ from tests.kit.engines.killing_pushes import GLOO
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
-
-FIVE = [(engine, seed) for engine in ("hf", "sglang") for seed in range(1, 6)]
-
-
-def nightly(kind: str, engine: str, seed: int) -> Any:
-    return pytest.param(kind, engine, seed, marks=pytest.mark.nightly)
-
 
 def options(kind: str, engine: str, seed: int) -> list[str]:
     """With an odd seed tokens come with the ids that they were drawn from."""
@@ -60,40 +52,31 @@ def test_a_server_that_dies_between_two_pushes_or_within_one_is_replaced(
     assert adds_up(json.loads((tmp_path / "killed" / "summary.json").read_text())["buffer"])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "engine", "seed"),
-    [
-        *(nightly("worker", *each) for each in FIVE),
-        *(nightly("buffer", *each) for each in FIVE),  # in CI: test_buffer_killed.py
-        *(nightly("server", "sglang", seed) for seed in range(6)),
-        nightly("silent", "hf", 1),
-    ],
+    [("worker", "sglang", 1), ("buffer", "hf", 2), ("server", "sglang", 3), ("silent", "hf", 1)],
 )
 def test_lost_processes_come_back_and_every_group_is_accounted_for(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
+    """Many seeds of each: python -m benchmarks.kill_matrix."""
     check(kill_once(str(smoke_yaml), kind, options(kind, engine, seed), random.Random(seed), tmp_path), tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("kind", "engine", "seed"),
-    [nightly(kind, *each) for kind in ("learner", "driver") for each in FIVE],  # in CI: test_resume.py
-)
+@pytest.mark.parametrize(("kind", "engine", "seed"), [("learner", "hf", 1), ("driver", "sglang", 2)])
 def test_a_run_that_loses_a_rank_or_its_driver_ends_in_a_minute_and_resumes(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
     check(kill_once(str(smoke_yaml), kind, options(kind, engine, seed), random.Random(seed), tmp_path), tmp_path)
 
 
-ONCE = [("worker", "hf"), ("silent", "hf"), ("server", "sglang"), ("learner", "sglang"), ("driver", "sglang")]
-"""The processes that are killed where pushes are not of whole weights, and the engines."""
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "engine"), ONCE)
+@pytest.mark.parametrize(("kind", "engine"), [("server", "sglang"), ("learner", "hf")])
 def test_a_process_that_dies_where_pushes_are_staged_is_replaced_or_ends_the_run(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str
 ) -> None:
@@ -110,9 +93,13 @@ COMPACT = {
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
-@pytest.mark.parametrize("form", COMPACT)
-@pytest.mark.parametrize(("kind", "engine"), ONCE)
+@pytest.mark.parametrize(
+    ("kind", "engine", "form", "transport"),
+    [
+        ("server", "sglang", "delta", "gloo"), ("worker", "hf", "delta", "disk"),
+        ("server", "sglang", "adapter", "disk"), ("learner", "hf", "adapter", "gloo"),
+    ],
+)
 def test_a_process_that_dies_where_pushes_are_compact_is_replaced_or_ends_the_run(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, form: str, transport: str
 ) -> None:

@@ -42,7 +42,7 @@ def trained(model: Path, tmp_path: Path, engine: str, servers: int, ranks: int) 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["hf", "sglang"])
+@pytest.mark.parametrize("engine", ["hf"])
 def test_two_servers_and_two_ranks_reach_the_accuracy_of_one_of_each(
     warm_model: Path, tmp_path: Path, engine: str
 ) -> None:

@@ -27,7 +27,7 @@ SIZES = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["hf", "sglang"])
+@pytest.mark.parametrize("engine", ["sglang"])
 def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     smoke_yaml: Path, tmp_path: Path, engine: str
 ) -> None:

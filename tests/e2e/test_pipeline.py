@@ -32,9 +32,9 @@ TWO_PAIRS = ["placement.learner.ranks=2", "placement.rollout.servers=2"]
 @pytest.mark.parametrize(
     ("name", "overrides", "bound"),
     [
-        pytest.param("grpo-in-turns", [*IN_TURNS, "eval.every_steps=2"], 0, marks=pytest.mark.nightly),
-        pytest.param("grpo-two-in-turns", [*IN_TURNS, *TWO_PAIRS], 0, marks=pytest.mark.nightly),
-        pytest.param("grpo-async", TWO_RANKS, 2, marks=pytest.mark.nightly),
+        pytest.param(
+            "grpo-two-in-turns", [*IN_TURNS, *TWO_PAIRS, "eval.every_steps=2"], 0, marks=pytest.mark.nightly
+        ),
         pytest.param(
             "grpo-two-in-turns-by-disk", [*IN_TURNS, *TWO_PAIRS, "weight_sync.transport=disk"], 0,
             marks=pytest.mark.nightly,

@@ -23,7 +23,7 @@ FILE = "metrics.jsonl"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["hf", "sglang"])
+@pytest.mark.parametrize("engine", ["hf"])
 def test_each_cell_of_a_sweep_starts_from_the_same_weights(
     smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
 ) -> None:

@@ -94,7 +94,7 @@ def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_pat
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("engine", ["hf", "sglang"])
+@pytest.mark.parametrize("engine", ["hf"])
 def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     smoke_yaml: Path, tmp_path: Path, engine: str
 ) -> None:

@@ -41,21 +41,21 @@ def vllm_yaml(smoke_yaml: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answer(vllm_yaml: Path) -> None:
-    config = load_config(vllm_yaml, ["run.steps=300", "staleness.max=2"])
+def test_the_bound_and_the_logprobs_hold_for_100_steps_with_updates_in_mid_answer(vllm_yaml: Path) -> None:
+    config = load_config(vllm_yaml, ["run.steps=100", "staleness.max=2"])
     summary = run(config)
-    assert summary["steps"] == 300
-    assert summary["buffer"]["buffer/trained"] == 300 * config.learner.prompts_per_step
+    assert summary["steps"] == 100
+    assert summary["buffer"]["buffer/trained"] == 100 * config.learner.prompts_per_step
     assert summary["buffer"]["buffer/unaccounted"] == 0
     steps = [record for record in logged(config.run_dir) if "staleness/max" in record]
-    assert len(steps) == 300
+    assert len(steps) == 100
     assert 1 <= max(step["staleness/max"] for step in steps) <= 2
     assert max(step.get("parity/precision/mean_abs", 0.0) for step in steps) < 1e-4
     assert any("parity/old_kv/mean_abs" in step for step in steps)  # answers ran over updates
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("on_update", ["in_place", "retract"])
+@pytest.mark.parametrize("on_update", ["in_place"])
 def test_episodes_of_several_turns_keep_the_bound(vllm_yaml: Path, tmp_path: Path, on_update: str) -> None:
     case = ("bounded", "wait", on_update)
     config = configure(vllm_yaml, tmp_path, case)
@@ -65,7 +65,7 @@ def test_episodes_of_several_turns_keep_the_bound(vllm_yaml: Path, tmp_path: Pat
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["server", "worker"])
+@pytest.mark.parametrize("kind", ["server"])
 def test_a_killed_process_comes_back_and_every_group_is_accounted_for(
     vllm_yaml: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -91,17 +91,6 @@ def test_a_resumed_run_goes_on_with_its_weights_and_evaluates(vllm_yaml: Path) -
     assert sum("eval/accuracy" in record for record in records) >= 3
     assert max(record.get("parity/precision/mean_abs", 0.0) for record in records) < 1e-4
     assert (first.run_dir / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.nightly
-def test_a_sweep_ends_with_its_report(vllm_yaml: Path, tmp_path: Path) -> None:
-    options = ["--staleness", "0,2", "--seeds", "1", "--name", "s", f"run.dir={tmp_path}"]
-    assert main(["sweep", str(vllm_yaml), *options]) == 0
-    for bound in (0, 2):
-        cell = tmp_path / "s" / "cells" / f"staleness-{bound}.seed-0"
-        assert (cell / "logs" / "vllm-rollout-0.log").exists()
-        assert max(record.get("staleness/max", 0.0) for record in logged(cell)) <= bound
-    assert (tmp_path / "s" / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.nightly

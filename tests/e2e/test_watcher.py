@@ -173,10 +173,7 @@ KILLED_WHEN = {
 
 @pytest.mark.parametrize(
     ("victim", "moment"),
-    [
-        ("driver", "it is decided"), ("driver", "it is under way"), ("learner", "it is under way"),
-        ("learner", "it is over"), ("driver", "it is over"),
-    ],
+    [("driver", "it is decided"), ("learner", "it is under way"), ("driver", "it is over")],
 )  # fmt: skip
 def test_a_rollback_outlives_a_kill_with_what_it_changed_and_every_trained_group(
     smoke_yaml: Path, tmp_path: Path, start: Start, victim: str, moment: str

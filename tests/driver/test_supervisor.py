@@ -76,6 +76,7 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_ca
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60, "Ray to kill it")
 
 
+@pytest.mark.nightly  # in CI: e2e/test_kills.py
 def test_a_dropped_server_is_started_again_once_and_an_overdue_learner_ends_the_run(start_run: Any) -> None:
     run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server")

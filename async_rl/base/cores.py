@@ -1,4 +1,4 @@
-"""The number of cores that a process may use, and of threads that it starts on them."""
+"""The number of cores that a process may use, and of computing threads that it starts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from async_rl.base.config import Config
 
 BEGAN_WITH = Path("/proc/self/environ")
-"""The environment variables with which this process began, unlike os.environ, where Python code adds others."""
+"""The environment with which this process started. os.environ may have variables that Python code added later."""
 SPINS = 2_000
 """How often a computing thread looks for work before it sleeps: some ten microseconds, the time between two operators.
-libgomp's default, 300,000, is right for cores of one's own. Where threads of other programs, or of another process of
-the run, use the same cores, it wastes nine tenths of the CPU time, as a thread spins until a peer gets a core again."""
+libgomp's default, 300,000, is right for a process that has its cores for itself. If other processes use the same cores,
+it wastes nine tenths of the CPU time, because a thread spins until a peer gets a core again."""
 
 
 def usable_cores() -> int:
@@ -23,28 +23,28 @@ def usable_cores() -> int:
 
 
 def limit_spinning() -> None:
-    """Let computing threads of this process, and of those that it starts, spin SPINS times for work and then sleep.
+    """Make computing threads of this process and its children look for work SPINS times before they sleep.
 
-    Call it before torch is imported. A GOMP_SPINCOUNT or OMP_WAIT_POLICY of the user is kept.
+    Call it before torch is imported. GOMP_SPINCOUNT and OMP_WAIT_POLICY set by the user are kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def threads_per_process(config: Config) -> int:
-    """Return how many computing threads a learner rank or rollout server starts: an even share of the host's cores."""
+    """Return how many computing threads a learner rank or rollout server starts: an equal share of the host's cores."""
     sharers = 1 if config.placement.pin_cpus else config.placement.processes_per_node  # pinned, it sees its own cores
     return max(1, usable_cores() // sharers)
 
 
 def server_threads(config: Config) -> str:
-    """Return OMP_NUM_THREADS for the process of a server: the user's value, else an even share of the host's cores."""
+    """Return OMP_NUM_THREADS for a server's process: the user's value, else an equal share of the host's cores."""
     value = os.environ.get("OMP_NUM_THREADS")
     return str(threads_per_process(config)) if value is None or _ray_chose_threads() else value
 
 
 def _ray_chose_threads() -> bool:
-    """Whether OMP_NUM_THREADS is not the user's: Ray sets it to 1 in an actor that has begun without it."""
+    """Whether Ray, not the user, set OMP_NUM_THREADS: Ray sets it to 1 in an actor that started without it."""
     if "RAY_RAYLET_PID" not in os.environ or not BEGAN_WITH.exists():  # no process that Ray has started
         return False
     return not any(each.startswith(b"OMP_NUM_THREADS=") for each in BEGAN_WITH.read_bytes().split(b"\0"))

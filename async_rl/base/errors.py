@@ -1,21 +1,23 @@
-"""The errors of the project: one root class, and further classes where a caller handles an error differently."""
+"""The errors of the project: one root class, and a subclass wherever callers handle an error differently."""
 
 import sysconfig
 import traceback
 
 
 class AsyncRLError(Exception):
-    """The base class of errors whose message is complete for the user; the CLI prints it without a stack trace."""
+    """The base class of errors with a complete message for the user. The CLI prints it without a stack trace."""
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """A setting, file or input can't work. The message says what was wrong, the value, what is allowed, what to do."""
+    """A setting, file or input can't work. The message says what is wrong, the value, what is allowed, and what to do.
+    """
 
 
 class WaitTimeoutError(AsyncRLError, TimeoutError):
-    """A wait reached its time limit. The message says who waited on whom, for what, and for how long.
+    """A wait reached its time limit. The message says who waited for whom, for what, and for how long.
 
-    Of calls that were made together, `names` are those that were still running.
+    Args:
+        names: if several calls were made together, those that were still running.
     """
 
     def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
@@ -24,16 +26,16 @@ class WaitTimeoutError(AsyncRLError, TimeoutError):
 
 
 class ProcessDiedError(AsyncRLError):
-    """A process of the run ended early or hangs, or Ray can't call it; the message names it.
+    """A process of the run ended early or hangs, or Ray can't call it. The message names it.
 
-    An error that a call raises in a living process is not one of these.
+    An error raised by a call in a living process is another error.
     """
 
 
 class ProcessKilledError(ProcessDiedError):
     """A process died after it had started, or the buffer hangs. The driver can start another buffer from the journal.
 
-    A process that fails while it starts, or that Ray can't call, is a plain ProcessDiedError.
+    If a process fails while it starts, or Ray can't call it, that is a plain ProcessDiedError.
     """
 
 
@@ -42,11 +44,11 @@ class StalenessError(AsyncRLError):
 
 
 class NothingToLearnError(AsyncRLError):
-    """The buffer will hand out no further batch. The message says why; the learner saves a checkpoint and ends."""
+    """The buffer will return no further batch. The message says why; the learner saves a checkpoint and ends."""
 
 
 class WireError(AsyncRLError, ValueError):
-    """A message from another process is invalid. The error's text names the field and the value."""
+    """A message from another process is invalid. The error's message names the field and the value."""
 
 
 class WeightSyncError(AsyncRLError):
@@ -54,7 +56,7 @@ class WeightSyncError(AsyncRLError):
 
 
 class ServersSilentError(WeightSyncError):
-    """The servers `names` did not answer before a push, which had not begun. If all answer again, repeat it."""
+    """The servers `names` did not answer before a push began. If all answer again, the push can be repeated."""
 
     def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -62,11 +64,11 @@ class ServersSilentError(WeightSyncError):
 
 
 class RewardError(AsyncRLError):
-    """A reward could not be computed, or the rewards of too many groups in a row (task.max_failures) could not."""
+    """A reward could not be computed, or rewards failed for too many groups in a row (task.max_failures)."""
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception of a group that is no group itself, depth first."""
+    """Return the first exception in an exception group that is not itself a group, depth first."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -74,9 +76,9 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def shown(value: object) -> str:
-    """Return a value for the text of an error: 200 characters of its repr, or its class if its repr raises.
+    """Return a value as text for an error: 200 characters of its repr, or its class if its repr raises.
 
-    An integer with more than 4300 digits raises, also within a list.
+    The repr of an integer with more than 4300 digits raises, also inside a list.
     """
     try:
         return f"{value!r:.200}"
@@ -85,9 +87,9 @@ def shown(value: object) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the last `file:line` of an error's traceback outside of Python and its packages, so the user's own line.
+    """Return the last `file:line` in an error's traceback that is outside Python and its packages: the user's own line.
 
-    Without one it is the last line that is not in importlib; "" if there is none.
+    Without one it is the last line outside importlib; "" if there is none.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
-"""Variables with the name of an interface, and what comes before it: without `=` NCCL also takes eth10 for eth1."""
+"""Variables that name an interface, each with the prefix of its value: without `=` NCCL also takes eth10 for eth1."""
 _NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""SGLang sets these in its servers. NCCL itself has both on, and the ranks of a group on one host must agree."""
+"""The values that SGLang sets in its servers; NCCL's defaults are 1. All ranks of a group on a host must agree."""
 
 
 def use_interface(host: str) -> None:
-    """Make torch.distributed and NCCL, here and in child processes, use the interface that has address `host`.
+    """Make torch.distributed and NCCL, in this and child processes, use the interface with address `host`.
 
-    By default they take the interface to which the host's name resolves. Environment variables already set are kept.
+    By default they use the interface to which the host's name resolves. Environment variables already set are kept.
     """
     for variable, before in _INTERFACE_VARIABLES.items():
         os.environ.setdefault(variable, before + interface_of(host))
 
 
 def agree_on_nccl() -> None:
-    """Make NCCL, here and in child processes, share memory as SGLang's servers do.
+    """Make NCCL, in this and child processes, share memory as SGLang's servers do.
 
-    Call it before torch opens a group. Environment variables already set are kept, by SGLang too.
+    Call it before torch opens a group. Environment variables already set are kept, also by SGLang.
     """
     for variable, value in _NCCL_SETTINGS.items():
         os.environ.setdefault(variable, value)
@@ -46,10 +46,14 @@ def open_store(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta,
     listener: socket.socket | None = None,
 ) -> TCPStore:
-    """Open and return the store where the ranks of a torch.distributed group find each other.
+    """Return the store through which the ranks of a torch.distributed group find each other.
 
-    Rank 0 serves the store at `address` only (torch by itself listens on every interface), through `listener` if that
-    socket listens there already. `port` 0 stands for a free one. The other ranks connect, for at most `timeout`.
+    Rank 0 serves the store only at `address` (torch's default is every interface). Other ranks connect to it.
+
+    Args:
+        port: 0 on rank 0: a free one.
+        timeout: how long other ranks try to connect.
+        listener: a socket of rank 0 that listens there already.
     """
     from torch.distributed import TCPStore
 
@@ -63,7 +67,7 @@ def open_store(
 
 
 def interface_of(host: str) -> str:
-    """Return the name of the network interface that has address `host`.
+    """Return the name of the network interface with address `host`.
 
     Raises:
         ConfigError: no interface has this address; the message lists the interfaces that exist.
@@ -81,10 +85,10 @@ def interface_of(host: str) -> str:
 
 
 def api_key(network: NetworkConfig) -> str:
-    """Return the API key of a run's rollout servers, made of the clients' key; "" without network.keys.
+    """Return the API key of a run's rollout servers, derived from the clients' key; "" without network.keys.
 
     Raises:
-        ConfigError: the folder network.keys has no client key that can be read.
+        ConfigError: the folder network.keys has no readable client key.
     """
     if not network.keys:
         return ""
@@ -96,6 +100,6 @@ def api_key(network: NetworkConfig) -> str:
 
 
 def authorization(network: NetworkConfig) -> dict[str, str]:
-    """Return the HTTP headers that requests to the run's rollout servers need; {} without an API key."""
+    """Return the HTTP headers for requests to the run's rollout servers; {} without an API key."""
     key = api_key(network)
     return {"Authorization": f"Bearer {key}"} if key else {}

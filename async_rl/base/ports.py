@@ -1,4 +1,4 @@
-"""The ports of a run's sockets: each process's part of network.ports, and a free port out of it."""
+"""The ports of a run's sockets: each process's part of network.ports, and free ports in it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from async_rl.base.config.check import check
 from async_rl.base.errors import ConfigError
 
 PORTS_PER_PROCESS = 4
-"""Ports for a server, which takes one or two, while another run may have taken some."""
+"""The ports of a server, which uses one or two of them; another run may have taken some."""
 OWN_PARTS = 2
-"""Buffer and learner rank 0 together have the ports of so many servers: one for the buffer, one for the store of all
+"""Buffer and learner rank 0 together get the ports of this many servers: one for the buffer, one for the store of all
 ranks, and three each for the stores of the weight groups of rollout and evaluation servers. A group that fails while
 its servers join leaves its port taken for up to timeouts.push_s, and the next attempt needs another."""
 
 
 def ports_of(config: Config, process: str) -> str:
-    """Return a process's part of network.ports.
+    """Return a process's part of network.ports, as FIRST-LAST.
 
     Args:
-        process: a name of Config.server_names or Config.judge_names; buffer and learner ranks share OWN_PARTS.
+        process: a name in Config.server_names or Config.judge_names. Buffer and learner ranks share OWN_PARTS.
     """
     servers = (*config.server_names, *config.judge_names)
     of = OWN_PARTS + len(servers)
@@ -32,7 +32,7 @@ def ports_of(config: Config, process: str) -> str:
 
 
 def check_ports(config: Config) -> None:
-    """Check that network.ports gives each part of `ports_of` enough ports. Raises ConfigError if not."""
+    """Raise ConfigError unless network.ports has enough ports for each process."""
     servers = config.placement.num_servers
     least = PORTS_PER_PROCESS * (OWN_PARTS + servers)
     check(
@@ -42,10 +42,10 @@ def check_ports(config: Config) -> None:
 
 
 def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
-    """Return a socket that listens at `host`, on a free one of `ports`; if those are empty on any free one.
+    """Return a socket that listens at `host`, on a free port of `ports`, or on any free port if `ports` is empty.
 
     Raises:
-        ConfigError: all of them are taken, or this host has no such address.
+        ConfigError: all ports are taken, or this host has no such address.
     """
     if not ports:
         return socket.create_server((host, 0))
@@ -58,5 +58,5 @@ def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def shuffled(ports: Sequence[int]) -> list[int]:
-    """Return the ports in random order, so that runs that share them rarely try the same one first."""
+    """Return the ports in random order, so that runs with common ports rarely try the same one first."""
     return random.SystemRandom().sample(ports, len(ports))

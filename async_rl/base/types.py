@@ -2,7 +2,7 @@
 
 A field of GroupFacts, Row or EpisodeFacts that has a kind such as Number or Text is sent with its group,
 checked, and kept in the journal. To add one, declare it here, and compute its value where the object is made. A field
-without a kind stays in its process. One whose meaning changes gets another name, so that old messages are refused.
+without a kind stays in its process. A field whose meaning changes gets another name, so that old messages are refused.
 
 Letters of the axes in every shape comment of the project:
     B  sequences in a (micro-)batch     G  episodes of one group
@@ -31,11 +31,11 @@ MAX_METRICS = 64
 
 
 class Kind:
-    """Says which values a field may have."""
+    """The kind of a field: which values it may have, and how it is sent."""
 
 
 class Scalar(Kind):
-    """One value of a group, a row or an episode: a column of a table."""
+    """One value for a group, a row or an episode. It is a column in the journal's table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Flag(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Text(Scalar):
-    """A text. A longer one is refused, or cut by its sender if `is_cut`; so is one that is not valid Unicode."""
+    """A text. A text that is too long or not valid Unicode is refused; if `is_cut`, its sender cuts it instead."""
 
     max_chars: int = MAX_NAME_CHARS
     is_cut: bool = False
@@ -69,19 +69,23 @@ class Text(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Choice(Scalar):
-    """One of these names."""
+    """One of the texts `names`."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics(Scalar):
-    """A map of at most MAX_METRICS names to finite numbers, in the journal as JSON. A group has none."""
+    """A map of at most MAX_METRICS names to finite numbers, stored as JSON in the journal. Not for fields of a group.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Texts(Kind):
-    """A list of texts of a group, at most Limits.max_left_out. `column` is the column of one in the journal's table."""
+    """A list of at most Limits.max_left_out texts of a group.
+
+    `column` is the column for one text in the journal's table.
+    """
 
     each: Text
     column: str
@@ -89,7 +93,8 @@ class Texts(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessages(Kind):
-    """Chat messages of a group: maps with the texts `role` and `content`. The journal has them in the payload alone."""
+    """Chat messages of a group: maps with the texts `role` and `content`. The journal stores them only in the payload.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,30 +118,34 @@ class PerToken(Array):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerTurn(Array):
-    """A number for each turn that a row trains. `column` is its column in the journal's table of turns."""
+    """A number for each turn that a row trains. `column` is the column in the journal's table of turns."""
 
     column: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPerToken(Kind):
-    """Several numbers for each token of a row, compressed in messages: see messages/packed.py. None: it has none."""
+    """Several numbers for each token of a row, compressed in messages: see messages/packed.py. The value may be None.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSets(PackedPerToken):
-    """A set of token ids for each token of a row, a `Support`. All rows of a group have one, or none has."""
+    """A `Support`: a set of token ids for each token of a row. Either all rows of a group have one, or none."""
 
 
 class ExpertChoices(PackedPerToken):
-    """The experts of each token of a group's prompt and row but the last. All rows have them, or none has."""
+    """The experts of each token of the prompt and the row, except the last.
+
+    Either all rows of a group have them, or none.
+    """
 
 
 K = TypeVar("K", bound=Kind)
 
 
 def kinds_of(declared: type, kind: type[K]) -> dict[str, K]:
-    """Return the fields of a kind that a class declares, by name, in their order."""
+    """Return the fields of a class whose kind is `kind`, by name, in their order."""
     hints = get_type_hints(declared, include_extras=True)
     return {
         name: each
@@ -150,19 +159,20 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 RoutingArray = npt.NDArray[Any]
-"""[tokens, layers, k] the experts of tokens in those layers that have a router; uint8, or uint16 above 256 experts."""
+"""[tokens, layers, k] the experts of each token in each layer with a router; uint8, or uint16 above 256 experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
-    """For each of T tokens the ids that it was drawn from, the sampled one among them; none where it wasn't sampled."""
+    """For each of T tokens, the ids that it was drawn from, itself included. A token that was not sampled has no ids.
+    """
 
     ids: IntArray
     """The ids of the first token, ascending, then those of the second, and so on."""
     offsets: npt.NDArray[np.int64]
     """[T + 1] Token t has the ids offsets[t]..offsets[t + 1] - 1; the first offset is 0."""
     logprobs: FloatArray | None = None
-    """For each id its logprob among the ids of its token; None: these are not recorded."""
+    """The logprob of each id among the ids of its token; None: not recorded."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -173,7 +183,7 @@ class Support:
         return np.diff(self.offsets)
 
     def cut(self, start: int, end: int) -> Support:
-        """Return the sets of the tokens start..end - 1."""
+        """Return the support of the tokens start..end - 1."""
         offsets = self.offsets[start : end + 1]
         chosen = slice(offsets[0], offsets[-1])
         return Support(
@@ -182,24 +192,28 @@ class Support:
 
     @classmethod
     def none(cls, tokens: int) -> Support:
-        """Return the support of tokens that were not sampled."""
+        """Return the support of `tokens` tokens that were not sampled."""
         return cls(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64))
 
     @classmethod
     def of(cls, sets: Iterable[Iterable[int]]) -> Support:
-        """Return the support with these sets, one for each token, each in any order."""
+        """Return the support with these sets of ids, one for each token, each in any order."""
         return cls.of_arrays([np.unique(np.array([*each], np.int32)) for each in sets])
 
     @classmethod
     def of_arrays(cls, sets: Sequence[IntArray], logprobs: Sequence[FloatArray] = ()) -> Support:
-        """Return the support with these sets, one for each token, each ascending; with the logprobs of each, if any."""
+        """Return the support with these arrays of ascending ids, one for each token.
+
+        Args:
+            logprobs: the logprobs of each token's ids; empty: not recorded.
+        """
         sizes = [0, *map(len, sets)]
         of_ids = np.concatenate(logprobs) if logprobs else None
         return cls(np.concatenate([np.zeros(0, np.int32), *sets]), np.cumsum(sizes, dtype=np.int64), of_ids)
 
     @classmethod
     def joined(cls, parts: Sequence[Support]) -> Support:
-        """Return the sets of all parts, one after the other."""
+        """Return one support with the tokens of all parts, in order."""
         sizes = np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in parts)])
         logprobs = [part.logprobs for part in parts if part.logprobs is not None]
         return cls(
@@ -210,14 +224,14 @@ class Support:
 
 FINISH_REASONS = ("stop", "length", "timeout")
 EpisodeEnd = Literal["done", "length", "turns", "timeout", "error"]
-"""How an episode that is trained on may end."""
+"""How a trained episode may have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One question of a task. Its `index` determines it: the same index gives the same prompt in every process.
 
-    Training and held-out prompts are counted apart, each from 0.
+    Training prompts and held-out prompts are numbered separately, each from 0.
     """
 
     index: int
@@ -225,96 +239,96 @@ class Prompt:
     text: str
     """The text that was tokenized, with the chat template applied."""
     messages: tuple[dict[str, str], ...] = ()
-    """The chat messages in `text`; () where an environment or an agent writes them."""
+    """The chat messages in `text`; () if an environment or an agent writes them."""
     question: Any
     """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
     source: str = ""
     """The field `data_source` of the prompt's data row, or the task's name."""
     data_row: int = -1
-    """The number of the question in the task, in the task's own order: the row of task.path, from 0. -1: not known."""
+    """The number of the question in the task's own order: the row of task.path, from 0. -1: not known."""
     origin: str = ""
-    """The same in words, for messages: `row 7 of data/train.parquet`."""
+    """A description of `data_row` for messages: `row 7 of data/train.parquet`."""
     is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Permission to start one group, which the buffer grants to a worker."""
+    """The permission to start one group, which the buffer grants to a worker."""
 
     group_id: int
     """The number of the group, unique in a run and ascending in the order of grants."""
     prompt_index: int
     start_version: int
-    """The served version at the moment of the grant."""
+    """The served version at the time of the grant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row that is trained: an answer, or one path through the conversation of an episode of several turns.
+    """One row to train on: an answer, or one path through the conversation of a multi-turn episode.
 
     Its arrays have one entry for each of the T >= 1 tokens after the prompt. The last token is trained.
     """
 
     tokens: Annotated[IntArray, PerToken("<i4", low=0)]  # [T]
     logprobs: Annotated[FloatArray, PerToken("<f4", high=0)]
-    """[T] behaviour logprobs, at the logged temperature; 0 where the model did not sample."""
+    """[T] behaviour logprobs at the recorded temperature; 0 where the model did not sample."""
     versions: Annotated[IntArray, PerToken("<i4")]
-    """[T] token versions, non-decreasing; a token that was not sampled has the version of the sampled token before
-    it."""
+    """[T] token versions, non-decreasing. A token that was not sampled has the version of the sampled token before it.
+    """
     mask: Annotated[BoolArray, PerToken("|b1")]
     """[T] True where the token is trained: the model sampled it, and no earlier row trains it."""
     reward: Annotated[float, Number()]
     """The reward of the whole episode, equal in all its rows."""
     rewards: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)
-    """The scores of the episode by the names of the rewards, and their metrics as <reward>/<metric>."""
+    """The episode's scores by the names of the rewards, and their metrics as <reward>/<metric>."""
     finish_reason: Annotated[str, Choice(FINISH_REASONS)]
-    """`stop` (the model ended its last reply), `length` (a limit on tokens or turns did), or `timeout`."""
+    """`stop` (the model ended its last reply), `length` (a limit on tokens or turns ended it), or `timeout`."""
     turn_ends: Annotated[tuple[int, ...], PerTurn("<i4", column="end_token")] = ()
-    """The position of the last token of each turn that the row trains. Empty: it is one turn, with the whole reward."""
+    """The position of the last token of each turn that the row trains. Empty: one turn, with the whole reward."""
     turn_rewards: Annotated[tuple[float, ...], PerTurn("<f8", column="reward")] = ()
-    """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
+    """The reward of each turn in `turn_ends`. Over all rows of an episode they add up to its reward."""
     support: Annotated[Support | None, TokenSets()] = None
-    """The ids that each token of the mask was drawn from, none for the others; then its behaviour logprob is over these
-    ids. None: all tokens were drawn from the whole vocabulary, or `algorithm.support` is `ignore`."""
+    """The ids that each trained token was drawn from; other tokens have none. The behaviour logprobs are then
+    over these ids. None: all tokens were drawn from the whole vocabulary, or `algorithm.support` is `ignore`."""
     routing: Annotated[RoutingArray | None, ExpertChoices()] = None
-    """[P + T - 1, layers, k] the experts that each token of prompt and row was fed through when it was sampled, in the
-    layers that have experts. The last token was not fed. None: the engine recorded none."""
+    """[P + T - 1, layers, k] the experts that each token of prompt and row was fed through when it was sampled,
+    in the layers with experts. The last token was not fed. None: the engine recorded no experts."""
     too_old: BoolArray | None = None
-    """[T] True where a token is masked only because it is too old (`staleness.on_late: mask`); None: none is."""
+    """[T] True where a token is masked only because it is too old (`staleness.on_late: mask`). None: nowhere."""
 
     @property
     def sampled(self) -> BoolArray:
-        """[T] True where the model sampled the token and no earlier row has it. Tokens too old to be trained count."""
+        """[T] True where the model sampled the token and no earlier row has it, even if it is too old to train."""
         return self.mask if self.too_old is None else self.mask | self.too_old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFacts:
-    """The facts of an episode of several turns besides its tokens: counts of rows, turns and calls, times, and its end.
+    """What is recorded of a multi-turn episode besides its tokens: counts of rows, turns and calls, times, and its end.
     """
 
     rows: Annotated[int, Whole(1)]
-    """The number of its rows, at least 1: more than one if the conversation was forked or rewritten."""
+    """The number of rows, at least 1. It is more than one if the conversation was forked or rewritten."""
     turns: Annotated[int, Whole(1)]
     """The number of replies of the model."""
     tool_calls: Annotated[int, Whole()]
-    """The number of calls of tools in these replies."""
+    """The number of tool calls in the replies."""
     generate_s: Annotated[float, Number(0.0)]
     """The time that the engine took, summed over all replies."""
     tool_s: Annotated[float, Number(0.0)]
-    """The time that its tools took, summed over all calls."""
+    """The time that tools took, summed over all calls."""
     duration_s: Annotated[float, Number(0.0)]
     end: Annotated[str, Choice(get_args(EpisodeEnd))]
-    """`done`, `length`, `turns` (a limit on tokens or on turns ended it), `timeout` or `error` (its agent raised)."""
+    """`done`, `length` or `turns` (a limit on tokens or turns ended it), `timeout` or `error` (the agent raised)."""
     metrics: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)
     """The numbers that the environment logged."""
     error: Annotated[str, Text(MAX_CAUSE_CHARS, is_cut=True)] = ""
-    """The reason for an `end` other than `done`, in a sentence."""
+    """The reason for an `end` other than `done`, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """The facts of a group besides its rows and its episodes."""
+    """What is recorded of a group besides its rows and episodes."""
 
     group_id: Annotated[int, Whole(0, MAX_INT)]
     prompt_index: Annotated[int, Whole(0, MAX_INT)]
@@ -322,7 +336,7 @@ class GroupFacts:
     temperature: Annotated[float, Number(0.0)]
     """Above 0."""
     prompt_tokens: Annotated[IntArray, PerPromptToken("<i4", low=0)]
-    """[P] the tokens with which all rows begin, none of them sampled."""
+    """[P] the tokens with which all rows begin. None of them was sampled."""
     duration_s: Annotated[float, Number(0.0)]
     """The time from the grant of the slot to the last reward."""
     worker: Annotated[str, Text()] = ""
@@ -333,27 +347,28 @@ class GroupFacts:
     data_row: Annotated[int, Whole(-1, MAX_INT)] = -1
     """The `data_row` of the prompt."""
     left_out: Annotated[tuple[str, ...], Texts(Text(MAX_CAUSE_CHARS, is_cut=True), column="error")] = ()
-    """The errors of the episodes that have no row, because they failed, were dropped or got no verdict."""
+    """The errors of the episodes that have no rows, because they failed, were dropped or got no verdict."""
     messages: Annotated[tuple[dict[str, str], ...], ChatMessages()] = ()
-    """The `messages` of the prompt, which a reward model with a tokenizer of its own reads."""
+    """The `messages` of the prompt, for a reward model with its own tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(GroupFacts):
-    """The `group_size` episodes of one prompt: the unit of admission, transport, staleness and training."""
+    """The `group_size` episodes of one prompt. It is the unit of admission, transport, staleness and training."""
 
     rows: tuple[Row, ...]
-    """The rows: one for each answer; with episodes the rows of the first one, then of the second, and so on."""
+    """The rows: one for each answer. With multi-turn episodes: all rows of the first episode, then of the second, ...
+    """
     episodes: tuple[EpisodeFacts, ...] = ()
-    """The episodes. Empty if each row is an episode of one turn, the answer to a question."""
+    """The multi-turn episodes. Empty if each row is a single-turn episode, the answer to a question."""
 
     def old_kv(self, row: Row) -> BoolArray:
-        """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.
+        """Return bools [T]: True where a token may have been sampled on KV cache of older weights than its version's.
 
         The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
         of the start version are sure to have KV of their own version.
 
-        Where KV is computed again by newer weights, tokens of those weights have KV of their own version. But in a row
+        If newer weights recompute the KV, tokens sampled by these weights have KV of their own version. But in a row
         with `routing` the tokens before them keep the experts of the older weights, so there they count as well.
         """
         if self.keeps_kv:
@@ -387,11 +402,12 @@ class Batch:
     """The `prompts_per_step` groups that the learner trains on in one step."""
 
     version: int
-    """The policy version that the batch is for; training on it yields version + 1."""
+    """The version of the policy that is trained on the batch; training yields version + 1."""
     groups: tuple[Group, ...]
     finished_versions: tuple[int, ...]
-    """For each group, the served version when it reached the buffer; splits staleness into in flight and in queue."""
+    """For each group, the served version when it reached the buffer. It splits staleness into in flight and in queue.
+    """
     counters: dict[str, float] = field(default_factory=dict)
-    """The buffer's counts since the start of the run, such as `buffer/trained`, when it handed out the batch."""
+    """The buffer's counts since the start of the run, such as `buffer/trained`, when it returned the batch."""
     gauges: dict[str, float] = field(default_factory=dict)
-    """The buffer's state then, such as `buffer/depth`, and how long it has waited for the batch."""
+    """The buffer's state at that time, such as `buffer/depth`, and how long it waited for the batch."""

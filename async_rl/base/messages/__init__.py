@@ -1,4 +1,4 @@
-"""What processes say to each other: groups, reports and their limits, coded with msgpack.
-`codec.py` codes a group. Nothing here imports torch.
-Buffer, workers, learner and driver may import it.
+"""The messages between processes: groups, reports and their limits, encoded with msgpack.
+`codec.py` encodes a group. Nothing here imports torch.
+Buffer, workers, learner and driver may import this package.
 """

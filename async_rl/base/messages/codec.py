@@ -1,4 +1,4 @@
-"""Encodes a Group to msgpack bytes and decodes it, after checking all that comes from the network.
+"""Encodes a Group to msgpack bytes and decodes it, after checking everything that comes from the network.
 
     group     {schema, each field of GroupFacts, lengths [N], each field of Row for all N rows,
                episodes: None if each of the N rows is the answer to a question, else see fields.py}
@@ -6,10 +6,10 @@
     support   [number of bytes, their zstd frame], None if no row has one: see packed.py
     routing   [bytes of a number, layers, experts of a token, [number of bytes, their zstd frame]] or None: likewise
 
-A group of N rows is sent as columns, each with one row after the other, so that a few array operations check
-all rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
-read-only views of the columns. Which fields there are, and what each may hold, is declared in async_rl/base/types.py;
-the rules here and in fields.py are those between fields.
+A group of N rows is sent as columns that contain one row after the other, so that a few array operations check all
+rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are read-only
+views of the columns. async_rl/base/types.py declares the fields and their allowed values; this file and fields.py check
+rules between fields.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from async_rl.base.types import (
 T = TypeVar("T")
 
 MAX_ROUNDING = 1e-4
-"""The largest logprob above 0 that is taken for a rounding error and sent as 0. Float32 log-softmax rounds the logprob
-0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or negated
-logprobs sent by mistake."""
+"""The largest logprob above 0 that counts as a rounding error and is sent as 0. Float32 log-softmax rounds the
+logprob 0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or
+negated logprobs sent by mistake."""
 
 _GROUP = kinds_of(GroupFacts, Kind)
 _TOKEN_ARRAYS = kinds_of(Row, PerToken)
@@ -77,7 +77,7 @@ assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has th
 
 _DECLARED = [kinds_of(declared, Kind) for declared in (GroupFacts, Row, EpisodeFacts)]
 SCHEMA_VERSION = zlib.crc32(repr(_DECLARED).encode())
-"""Version of every message: a checksum of all declared fields."""
+"""The version of every message: a checksum of all declared fields."""
 
 _PACK_GROUP = {name: pack_value(name, kind) for name, kind in _GROUP.items()}
 _READ_GROUP = {name: read_value(name, kind) for name, kind in _GROUP.items()}
@@ -89,7 +89,7 @@ _BY_TOKEN = frozenset((*_TOKEN_ARRAYS, *_TOKEN_SETS))
 
 
 def encode_group(group: Group) -> bytes:
-    """Return a group as bytes for `decode_group`; a logprob above 0 by a rounding error becomes 0.
+    """Return a group as bytes, which `decode_group` reads. A logprob above 0 by a rounding error becomes 0.
 
     WireError: an array has the wrong shape, dtype or length, or the turns of a row do not match its rewards.
     """
@@ -115,23 +115,26 @@ def encode_group(group: Group) -> bytes:
 
 
 class GroupColumns(NamedTuple):
-    """A checked group of N rows as it is sent: a column of each field holds all rows, one after the other."""
+    """A checked group of N rows in the form in which it is sent: a field's column has the values of all rows in order.
+    """
 
     facts: GroupFacts
     lengths: list[int]  # [N] T of each row
     ends: list[int]  # [N] the sums of these
     rows: dict[str, Any]
-    """The column of each field of Row: an array [sum of T] of one that has a number for each token, a Support of all
-    tokens or None, else a list [N]. Of answers to a question there are no turns."""
+    """The column of each field of Row. Of a field with a number per token it is an array [sum of T], or None if
+    the field is missing; of the support, one Support of all tokens; of any other field, a list [N]. Answers to a
+    question have no turns."""
     episodes: dict[str, list[Any]] | None
-    """The column [G] of each field of EpisodeFacts; None if each row is an episode of one turn."""
+    """The column [G] of each field of EpisodeFacts. None if each row is a single-turn episode."""
     newest_version: int
-    """The highest version of the group's tokens. A trained token has it, because the last one of each row is."""
+    """The highest version of the group's tokens. A trained token has it, because the last token of each row is trained.
+    """
     trained_tokens: list[int]  # [N] the number of trained tokens of each row
 
     @property
     def starts(self) -> list[int]:
-        """The position of the first token of each row in the columns."""
+        """The position of each row's first token in the columns."""
         return [0, *self.ends[:-1]]
 
     @property
@@ -143,7 +146,7 @@ class GroupColumns(NamedTuple):
         return [rewards[first] for first in itertools.accumulate(self.episodes["rows"][:-1], initial=0)]
 
     def oldest_versions(self) -> list[int]:
-        """Return the version of the first trained token of each row, the lowest of those that are trained."""
+        """Return the lowest version of a trained token in each row, that of its first trained token."""
         firsts = self.starts
         if self.trained_tokens != self.lengths:
             masks = np.split(self.rows["mask"], firsts[1:])
@@ -163,30 +166,33 @@ class GroupColumns(NamedTuple):
 
 
 def _by_row(column: npt.NDArray[Any] | Support | None, bounds: Sequence[slice]) -> list[Any]:
-    """Return the part of each row of a column that has a value for each token."""
+    """Split a column with a value per token into its rows.
+
+    Args:
+        bounds: the slice of each row.
+    """
     if isinstance(column, Support):
         return [column.cut(of_row.start, of_row.stop) for of_row in bounds]
     return [None if column is None else column[of_row] for of_row in bounds]
 
 
 def _made(declared: type[T], columns: dict[str, list[Any]]) -> tuple[T, ...]:
-    """Return an object for each row of the columns of its fields."""
+    """Return one object of class `declared` for each row, from the columns of its fields."""
     names = tuple(columns)
     return tuple([declared(**dict(zip(names, row, strict=False))) for row in zip(*columns.values(), strict=True)])
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> Group:
-    """Return the group in the bytes of `encode_group`, after the checks of `check_group`; arrays are read-only.
-    """
+    """Decode the bytes of `encode_group`, after the checks of `check_group`. The group's arrays are read-only."""
     return check_group(data, limits).group()
 
 
 def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
-    """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rows.
+    """Check the bytes of `encode_group` and return them as columns, in half the time that decoding them to rows takes.
 
     A valid message has exactly the known fields, each as it is declared, sizes within `limits`, and a baseline,
-    supports and routing if they need them. The arrays of each row have equal length T >= 1, and its versions start at
-    start_version or later and do not decrease. Its last token is trained, and the logprob of a masked token is 0.
+    supports and routing if the limits require them. The arrays of each row have equal length T >= 1. Its versions start
+    at start_version or later and do not decrease. Its last token is trained, and the logprob of a masked token is 0.
     Episodes meet `check_episodes`. Otherwise this raises WireError, which names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
@@ -248,7 +254,11 @@ def _read_lengths(fields: Fields, limits: Limits, has_episodes: bool) -> list[in
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int], ends: list[int]) -> int:
-    """Return the newest token version. WireError: one is below start_version, or they decrease within a row."""
+    """Return the newest token version. WireError: a version is below start_version, or decreases within a row.
+
+    Args:
+        lengths, ends: the number of tokens of each row, and their cumulative sums.
+    """
     oldest, newest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
     if oldest < start_version:
         too_old = versions < start_version
@@ -282,7 +292,7 @@ def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int], row_e
 
 
 def _check_no_prompt(max_tokens: int, mask: BoolArray, lengths: list[int]) -> None:
-    """Check that each row begins with a masked token, as rows of a group without a common first token must."""
+    """Raise WireError if a row of a group without a prompt begins with a trained token."""
     is_trained = mask[np.cumsum(lengths, dtype=np.intp) - lengths]
     if is_trained.any():
         raise WireError(

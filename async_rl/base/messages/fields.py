@@ -1,4 +1,4 @@
-"""Packs typed fields, tensors and episodes into messages, and reads them with checks of kinds, ranges and lengths."""
+"""Packs typed fields, arrays and episodes into messages, and reads them with checks of kinds, ranges and lengths."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ _PACKER = msgpack.Packer()
 
 
 class Fields:
-    """A decoded msgpack map whose methods read one field each; for a wrong value they raise WireError.
+    """A decoded msgpack map. Each method reads one field and raises WireError if its value is not allowed.
 
     Args:
         values: the decoded message.
+        names: the fields that it must have.
         path: prefix of the field names in errors.
 
     Raises:
@@ -72,15 +73,16 @@ class Fields:
             raise refusal(f"{path}{min(map(str, values.keys() - names))[:80]}", "a field", "no such field")
 
     def refuse(self, name: str, allowed: str, got: object = _WHOLE) -> WireError:
-        """Return the WireError to raise for field `name`; `allowed` says in words what its value may be.
+        """Return a WireError about field `name`, for the caller to raise.
 
         Args:
+            allowed: describes the allowed values.
             got: the part of the field's value that is wrong; by default the whole value.
         """
         return refusal(self._path + name, self._values[name] if got is _WHOLE else got, allowed)
 
     def value(self, name: str) -> Any:
-        """Return a field that the caller checks."""
+        """Return a field without a check; the caller checks it."""
         return self._values[name]
 
     def integer(self, name: str, low: int, high: int = MAX_INT) -> int:
@@ -127,7 +129,7 @@ class Fields:
         return None if self._values[name] is None else self.nested(name)
 
     def array(self, name: str, dtype: np.dtype[Any], low: int, high: int) -> npt.NDArray[Any]:
-        """Read a one-dimensional array of low..high elements of exactly this dtype; the array is read-only."""
+        """Read a one-dimensional array of this exact dtype with low..high elements. It is read-only."""
         value = self._values[name]
         if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], bytes):
             raise self.refuse(name, "a list of dtype, number of elements, bytes")
@@ -147,12 +149,12 @@ class Fields:
 
 
 def pack_array(array: npt.NDArray[Any]) -> list[Any]:
-    """Return an array as the list that `Fields.array` reads: its dtype, number of elements and bytes."""
+    """Return an array as a list that `Fields.array` reads: [dtype, number of elements, bytes]."""
     return [array.dtype.str, len(array), array.tobytes()]
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Return a map as msgpack bytes. Raises WireError if it holds text that is not valid Unicode."""
+    """Return a map as msgpack bytes. Raises WireError if a text in it is not valid Unicode."""
     try:
         data: bytes = _PACKER.pack(message)
     except UnicodeEncodeError as error:
@@ -161,7 +163,7 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> object:
-    """Return the value of the one msgpack object in `data`. Raises WireError if the data is anything else."""
+    """Decode the one msgpack object in `data`. Raises WireError if the data is anything else."""
     try:
         return msgpack.unpackb(data)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
@@ -183,11 +185,11 @@ def _short(value: object) -> str:
 
 
 Check = Callable[[list[Any], str], list[Any]]
-"""Checks values, and returns them. Its text is the path of value i in errors, with {} for i."""
+"""Checks values and returns them. Its second argument is the path of value i in errors, with {} for i."""
 
 
 def pack_value(name: str, kind: Kind) -> Callable[[Any], Any]:
-    """Return the function that packs the value of a field."""
+    """Return a function that packs a value of field `name`, according to its kind."""
     match kind:
         case Whole():
             return operator.index
@@ -214,7 +216,7 @@ def pack_value(name: str, kind: Kind) -> Callable[[Any], Any]:
 
 
 def pack_column(name: str, kind: Kind) -> Callable[[list[Any]], list[Any]]:
-    """Return the function that packs the values of a field, one of each row or episode."""
+    """Return a function that packs the values of field `name` of all rows or episodes, according to its kind."""
     if (dtype := _column_dtype(kind)) is not None:
         return lambda values: pack_array(np.array(values, dtype))
     pack_one = pack_value(name, kind)
@@ -222,7 +224,7 @@ def pack_column(name: str, kind: Kind) -> Callable[[list[Any]], list[Any]]:
 
 
 def read_value(name: str, kind: Kind) -> Callable[[Fields, Limits], Any]:
-    """Return the function that reads the value of a field of a group."""
+    """Return a function that reads the value of a group's field `name`, according to its kind."""
     match kind:
         case Whole(low=low, high=high):
             return lambda fields, _: fields.integer(name, low, high)
@@ -249,7 +251,7 @@ def read_value(name: str, kind: Kind) -> Callable[[Fields, Limits], Any]:
 
 
 def read_column(name: str, kind: Kind, path: str) -> Callable[[Fields, int], list[Any]]:
-    """Return the function that reads the given number of values of a field of each row or episode.
+    """Return a function that reads a given number of values of field `name`, one per row or episode.
 
     Args:
         path: the path of row or episode i in errors, with {} for i.
@@ -262,9 +264,9 @@ def read_column(name: str, kind: Kind, path: str) -> Callable[[Fields, int], lis
 
 
 def read_array(name: str, kind: Array) -> Callable[[Fields, int, int, Sequence[int] | None], npt.NDArray[Any]]:
-    """Return the function that reads fewest..most numbers.
+    """Return a function (fields, fewest, most, lengths) that reads an array of fewest..most numbers.
 
-    Its last argument is how many of them each row has, so that an error names the row; None: they are of no row.
+    `lengths` is the number of elements of each row, so that an error can name the row; None: they belong to no row.
     """
     dtype, low, high = np.dtype(kind.dtype), kind.low, kind.high
     allowed = "finite numbers" if dtype.kind == "f" else "whole numbers"
@@ -298,10 +300,10 @@ def _read_messages(fields: Fields, name: str, most: int) -> tuple[dict[str, str]
 
 
 def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], row: int = -1) -> npt.NDArray[Any]:
-    """Return an array in little-endian order. WireError: it is not one-dimensional, or not of the given dtype.
+    """Return an array in little-endian order. WireError: it is not one-dimensional, or has another dtype.
 
     Args:
-        row: the number of the row that has the array; -1: the group has it.
+        row: the number of the array's row, for errors; -1: it belongs to the whole group.
     """
     if isinstance(array, np.ndarray) and array.ndim == 1:
         if array.dtype == dtype:
@@ -316,17 +318,19 @@ def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], ro
 
 
 def cut_text(text: str, max_chars: int) -> str:
-    """Return the text as it is sent: at most `max_chars` characters of valid Unicode."""
+    """Return a text that can be sent: at most `max_chars` characters of valid Unicode."""
     return text.encode(errors="replace").decode()[:max_chars]  # an error may quote half a character
 
 
 def refuse_element(
     name: str, column: npt.NDArray[Any], is_bad: npt.NDArray[np.bool_], sizes: Sequence[int], allowed: str
 ) -> WireError:
-    """Return the WireError to raise for the first bad element of a column; it names the element's row and value.
+    """Return a WireError about the first bad element of a column, for the caller to raise. It names row and value.
 
     Args:
+        is_bad: for each element, whether it is bad.
         sizes: the number of elements of each row.
+        allowed: describes the allowed values.
     """
     at = int(is_bad.argmax())
     row = np.cumsum(sizes).searchsorted(at, side="right")
@@ -334,7 +338,7 @@ def refuse_element(
 
 
 def _column_dtype(kind: Kind) -> np.dtype[Any] | None:
-    """Return the dtype of the array as which the values of a kind are sent; None if they are sent as a list."""
+    """Return the dtype of the array in which values of a kind are sent; None if they are sent as a list."""
     match kind:
         case Whole(low=low, high=high):
             return INT32 if low >= -MAX_INT32 and high <= MAX_INT32 else INT64
@@ -348,7 +352,7 @@ def _column_dtype(kind: Kind) -> np.dtype[Any] | None:
 
 
 def _check_of(kind: Kind) -> Check:
-    """Return the function that checks values of a kind: numbers that an array held, or parts of a message."""
+    """Return the function that checks values of a kind. They come from an array or directly from a message."""
     match kind:
         case Whole(low=low, high=high):
             return lambda values, path: _check_range(values, path, low, high, f"an integer in {low}..{high}")
@@ -399,8 +403,8 @@ def _checked_metrics(metrics: object, path: str) -> dict[str, float]:
 
 
 REWARD_ROUNDING = 1e-6
-"""The largest difference, relative to the sum of the absolute values, between an episode's reward and the sum of the
-rewards of its turns."""
+"""The largest difference between an episode's reward and the sum of its turns' rewards, relative to the sum of
+|rewards|."""
 
 _EPISODE = kinds_of(EpisodeFacts, Scalar)
 _TURN_ARRAYS = kinds_of(Row, PerTurn)
@@ -412,9 +416,9 @@ _READ_TURNS = {name: read_array(name, kind) for name, kind in _TURN_ARRAYS.items
 
 
 def pack_episodes(group: Group) -> dict[str, Any] | None:
-    """Return the episodes of a group as columns, or None if the group has none.
+    """Return the episodes of a group as columns, or None if the group has no episodes.
 
-    WireError: a row has not one reward for each of its turns, or it has turns and the group no episodes.
+    WireError: a row has not exactly one reward for each of its turns, or has turns although the group has no episodes.
     """
     rows, episodes = group.rows, group.episodes
     for i, row in enumerate(rows):
@@ -439,18 +443,20 @@ def pack_episodes(group: Group) -> dict[str, Any] | None:
 def check_episodes(
     columns: dict[Any, Any], limits: Limits, lengths: list[int], mask: BoolArray, rewards: list[float]
 ) -> tuple[dict[str, list[Any]], dict[str, list[tuple[Any, ...]]]]:
-    """Check the columns of `pack_episodes`. Return (a column for each field of EpisodeFacts, a column for each array
-    of turns).
+    """Check the columns of `pack_episodes`.
 
-    The numbers of episodes and of turns are within `limits`. Each row belongs to one episode, and all rows of
-    an episode have its reward, to which the rewards of its turns add up. Each row trains at least one turn. The
-    ends of its turns ascend, each is a trained token, and the last one is the row's last token. Otherwise this
-    raises WireError, which names the field and the value.
+    The numbers of episodes and of turns are within `limits`. Each row belongs to one episode. All rows of an episode
+    have the same reward, which is the sum of the rewards of its turns. Each row trains at least one turn. The ends of a
+    row's turns ascend, each is a trained token, and the last one is the row's last token. Otherwise this raises
+    WireError, which names the field and the value.
 
     Args:
         lengths: the number of tokens of each row.
-        mask: for all rows, one after the other, whether a token is trained. The last token of each row is.
+        mask: whether each token is trained, row after row. The last token of each row is.
         rewards: the reward of each row.
+
+    Returns:
+        A column for each field of EpisodeFacts, and a column for each of a row's arrays of turns.
     """
     fields = Fields(columns, _FIELDS, "episodes.")
     num_episodes = len(fields.array("rows", INT32, limits.fewest_episodes, limits.group_size))
@@ -477,7 +483,7 @@ def check_episodes(
 def _read_turns(
     fields: Fields, episodes: dict[str, list[Any]], lengths: list[int], mask: BoolArray
 ) -> dict[str, list[tuple[Any, ...]]]:
-    """Return the checked arrays of turns, each as a list [rows]."""
+    """Read and check the arrays of turns. Returns each as a list with one tuple per row."""
     num_rows = len(lengths)
     row_turns = fields.array("row_turns", INT32, num_rows, num_rows)
     if row_turns.min() < 1:

@@ -1,4 +1,4 @@
-"""Defines the largest sizes of the groups of a run, as messages, and what they must hold."""
+"""The largest sizes of a run's groups in messages, and what each group must contain."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MAX_VOCABULARY = 2**20
 MAX_COLUMN_BYTES = 2**29
 """The largest packed column of a group before compression (messages/packed.py)."""
 VARINT_BYTES = 4
-"""The longest varint in it, of a number below 2^28."""
+"""The longest varint in a packed column, for a number below 2^28."""
 MAX_EXPERTS = 2**16
 """The most experts of a layer."""
 MESSAGE_BYTES = 64
-"""The most bytes of a prompt's chat messages per token that it may have. An average token has about 4."""
+"""The most bytes of a prompt's chat messages for each token of max_prompt_tokens. An average token has about 4."""
 
 
 def _most_bytes(kind: Kind) -> int:
-    """Return the most bytes of a field; for an array, of one element."""
+    """Return the most bytes of a field in a message; for an array, of one element."""
     match kind:
         case Array(dtype=dtype):
             return np.dtype(dtype).itemsize
@@ -49,12 +49,16 @@ def _most_bytes(kind: Kind) -> int:
 
 
 def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
-    """Return the most bytes of the fields of this kind that a class declares."""
+    """Return the most bytes of all fields of this kind in a class, together."""
     return sum(map(_most_bytes, kinds_of(declared, kind).values()))
 
 
 def most_support_bytes(tokens: int, max_ids: int) -> int:
-    """Return the most bytes of the supports of so many tokens before compression, with a logprob of each id."""
+    """Return the most bytes of the supports of `tokens` tokens before compression, including a logprob of each id.
+
+    Args:
+        max_ids: the most ids of a token's support.
+    """
     return min(tokens * VARINT_BYTES * (1 + 2 * max_ids), MAX_COLUMN_BYTES)
 
 
@@ -66,32 +70,33 @@ _TOKEN_BYTES, _TURN_BYTES = _most_bytes_of(Row, PerToken), _most_bytes_of(Row, P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The sizes that a group of this run may have; a message outside these limits is refused."""
+    """The allowed sizes of a group in this run. A message outside these limits is refused."""
 
     group_size: int
-    """The most answers to a question, or episodes of several turns."""
+    """The most episodes of a group: answers to a question, or multi-turn episodes."""
     fewest_episodes: int
-    """The fewest of them, because those that failed or got no verdict are left out."""
+    """The fewest episodes of a group, from which failed ones and those without a verdict are left out."""
     max_rows: int
-    """The most rows of all episodes together."""
+    """The most rows of all episodes of a group together."""
     max_turns: int
-    """The most turns of an episode; 0 if only answers to a question are allowed."""
+    """The most turns of an episode; 0: only answers to a question are allowed."""
     max_prompt_tokens: int
     max_response_tokens: int
     needs_baseline: bool = False
-    """Whether a group must have the reward of a greedy answer: one from before a resume may have none."""
+    """Whether a group must have the reward of a greedy answer. A group from before a resume may lack it."""
     needs_support: bool = False
-    """Whether a group must have the ids that each token was drawn from: one from before a resume may have none."""
+    """Whether a group must have each token's support (the ids it was drawn from). One from before a resume may lack it.
+    """
     needs_support_logprobs: bool = False
-    """Whether each of these ids must have its logprob."""
+    """Whether each id in a support must have its logprob."""
     max_support_ids: int = 0
-    """The most ids that a token was drawn from; 0: a group may have no supports."""
+    """The most ids in a token's support; 0: groups must not have supports."""
     needs_routing: bool = False
-    """Whether a group must have the experts of each token: one from before a resume may have none."""
+    """Whether a group must have the experts of each token. A group from before a resume may lack them."""
     num_experts: int = 0
-    """The experts of a layer; 0: a group may have no routing."""
+    """The number of experts in a layer; 0: groups must not have a routing."""
     router_layers: int = 0
-    """The layers with a router; 0: any number, as of the experts of a token."""
+    """The number of layers with a router; 0: any number of layers, and of experts per token, is allowed."""
     experts_per_token: int = 0
 
     @classmethod
@@ -116,12 +121,13 @@ class Limits:
 
     @classmethod
     def of_stored(cls, data: bytes, num_episodes: int | None) -> Limits:
-        """Return limits that the bytes of a stored group with `num_episodes` episodes are within, whatever its sizes.
+        """Return limits that a stored group meets whatever its sizes are.
 
-        A resume may have changed the config since the group was checked and stored.
+        They are for groups that were checked before they were stored: a resume may have changed the config since then.
 
         Args:
-            num_episodes: None: it is not known, and any number of episodes is allowed.
+            data: the bytes of the group.
+            num_episodes: the number of its episodes; None: not known.
         """
         size = len(data)
         return cls(
@@ -132,14 +138,14 @@ class Limits:
 
     @property
     def max_left_out(self) -> int:
-        """The most errors of episodes that were left out of a group."""
+        """The most errors of left-out episodes in a group."""
         return self.max_rows
 
     @property
     def max_group_bytes(self) -> int:
         """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest.
 
-        Supports and routing may have more than all of it.
+        Supports and routing may take more than everything else.
         """
         of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
         of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0

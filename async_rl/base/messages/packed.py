@@ -1,4 +1,4 @@
-"""Columns of a group that hold several numbers for each token, compressed in messages and so in the journal.
+"""Columns with several numbers for each token, which are compressed in messages and in the journal.
 
     column     [number of bytes before compression, zstd frame]; None if no row of the group has the field
     Support    a size for each token, then for each id its difference to the one before it in its set (the first: to 0);
@@ -7,7 +7,7 @@
     routing    the experts [P + T - 1, layers, k] of each row, one row after the other; those of the prompt as
                differences to the first row's, which are mostly 0
 
-Reading one never takes more memory than its limit: the size comes first, and zstd writes no byte beyond it.
+Reading a column never takes more memory than its limit: the size comes first, and zstd writes no byte beyond it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, VARI
 from async_rl.base.types import BoolArray, Group, IntArray, RoutingArray, Row, Support
 
 PER_NAT = 2**16
-"""Steps a nat in which logprobs of ids are rounded."""
+"""Logprobs of ids are rounded to steps of 1 / PER_NAT nats."""
 LARGEST_SURPRISE = 4095.0
-"""The largest -logprob that a varint has; a probability of e^-4095 is 0."""
+"""The largest -logprob that fits into a varint; a probability of e^-4095 is 0."""
 MASS_ERROR = 1e-3
-"""The most by which the probabilities of a support may miss 1."""
+"""The most by which the sum of a support's probabilities may differ from 1."""
 
 
 def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
-    """Return the supports of a group's rows as a column; None if no row has one.
+    """Return the supports of a group's rows as a column; None if no row has a support.
 
-    WireError: some rows have one and others have none, one has not a set for each token of its row, an id is none of a
-    vocabulary, or they are too large for a message.
+    WireError: only some rows have a support, it has not one set per token of the row, an id is outside every
+    vocabulary, or the column is too large for a message.
+
+    Args:
+        name: the field of Row.
     """
     supports = [getattr(row, name) for row in rows]
     if not any(support is not None for support in supports):
@@ -64,14 +67,16 @@ def read_supports(
     fields: Fields, name: str, tokens: IntArray, mask: BoolArray, lengths: Sequence[int], max_ids: int,
     needs_logprobs: bool = False,
 ) -> Support | None:
-    """Read the column of `pack_supports`: the sets of all rows, one after the other; None if the group has none.
+    """Read the column of `pack_supports`. Returns one Support of all rows in order; None if the group has none.
 
-    Each trained token has a set with 1..max_ids ascending ids, its own among them; other tokens have none. Otherwise
-    this raises WireError.
+    Each trained token must have a set of 1..max_ids ascending ids that contains the token; other tokens must have none.
+    Otherwise this raises WireError.
 
     Args:
-        max_ids: 0: the group may have no supports.
-        needs_logprobs: the ids must have logprobs, those of a token of probabilities that add up to 1.
+        tokens, mask: [sum of T] the tokens of all rows, and whether each is trained.
+        lengths: the number of tokens of each row.
+        max_ids: 0: the group must not have supports.
+        needs_logprobs: the ids must have logprobs, and the probabilities of each token must add up to 1.
     """
     if fields.value(name) is None:
         return None
@@ -110,9 +115,12 @@ def read_supports(
 
 
 def pack_routing(name: str, group: Group) -> list[Any] | None:
-    """Return the routing of a group's rows as [bytes of a number, layers, k, column]; None if no row has one.
+    """Return the experts of a group's tokens (MoE routing) as [bytes of one number, layers, k, column].
 
-    WireError: some rows have one and others have none, or they are not of one shape, or too large for a message.
+    None if no row has a routing. WireError: only some rows have one, their shapes differ, or it exceeds a message.
+
+    Args:
+        name: the field of Row.
     """
     routings: list[RoutingArray | None] = [getattr(row, name) for row in group.rows]
     some = next((routing for routing in routings if routing is not None), None)
@@ -133,9 +141,13 @@ def pack_routing(name: str, group: Group) -> list[Any] | None:
 def read_routing(
     fields: Fields, name: str, num_prompt: int, lengths: Sequence[int], limits: Limits
 ) -> list[RoutingArray | None]:
-    """Read the column of `pack_routing`: the routing of each row, None if the group has none.
+    """Read the column of `pack_routing`. Returns the routing of each row, or None for each if the group has none.
 
-    Its layers, experts of a token and numbers are the model's. Otherwise this raises WireError.
+    WireError: the number of layers, of experts per token, or an expert's number is not the model's.
+
+    Args:
+        num_prompt: the number of tokens of the group's prompt.
+        lengths: the number of tokens of each row's response.
     """
     column = fields.value(name)
     if column is None:
@@ -170,7 +182,7 @@ def read_routing(
 
 
 def compress(name: str, data: bytes) -> list[Any]:
-    """Return data as a column. WireError: it is larger than a message may have."""
+    """Return data as a column: [its number of bytes, zstd frame]. WireError: it is larger than MAX_COLUMN_BYTES."""
     import pyarrow as pa  # most runs have no such column, and importing it takes 0.2 s in each process
 
     if len(data) > MAX_COLUMN_BYTES:
@@ -183,7 +195,11 @@ def compress(name: str, data: bytes) -> list[Any]:
 
 
 def decompress(fields: Fields, name: str, column: Any, most_bytes: int) -> bytes:
-    """Read the data of a column of field `name`, at most `most_bytes` of it."""
+    """Return the data of a column. WireError: it is malformed, or has more than `most_bytes`.
+
+    Args:
+        name: the field, for errors.
+    """
     import pyarrow as pa
 
     if not isinstance(column, list) or len(column) != 2 or not isinstance(column[1], bytes):
@@ -199,7 +215,7 @@ def decompress(fields: Fields, name: str, column: Any, most_bytes: int) -> bytes
 
 
 def to_varints(values: npt.NDArray[np.int64]) -> bytes:
-    """Return whole numbers in 0..2^28 - 1 as varints."""
+    """Encode whole numbers in 0..2^28 - 1 as varints."""
     lengths = np.ones(len(values), np.int64)
     for i in range(1, VARINT_BYTES):
         lengths += values >= 1 << 7 * i
@@ -213,7 +229,7 @@ def to_varints(values: npt.NDArray[np.int64]) -> bytes:
 
 
 def from_varints(fields: Fields, name: str, data: bytes) -> npt.NDArray[np.int64]:
-    """Return the numbers in the varints of field `name`. WireError: one is too long, or the last one breaks off."""
+    """Decode the varints in `data`. WireError: one is too long, or the last one is incomplete."""
     octets = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(octets < 0x80)
     lengths = np.diff(ends, prepend=-1)

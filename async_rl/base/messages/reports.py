@@ -19,31 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedReport:
-    """The part of a report that has times: what the process did when, and whose clock says so."""
+    """The part of a report that contains times: what the process did when, and by which clock."""
 
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()
     clock: str = field(default_factory=clock_id)
-    """The name of the monotonic clock of all times in this report."""
+    """The name of the monotonic clock that measured all times in this report."""
     sent_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone(TimedReport):
-    """A learner rank has trained one batch and finished what was due after it, such as the weight push."""
+    """A learner rank has trained on one batch and finished what was due after it, such as the weight push."""
 
     version: int
-    """Policy version that the step produced, 1..run.steps."""
+    """The policy version that the step produced, 1..run.steps."""
     metrics: tuple[Metric, ...] = ()
-    """The metrics of all ranks together; reported by rank 0 alone."""
+    """The metrics of all ranks together. Only rank 0 reports them."""
     examples: tuple[Example, ...] = ()
     """Example answers of the batch; empty with logging.wandb disabled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersLost:
-    """A weight push has dropped the rollout servers that did not answer, or serve other weights; the driver restarts
-    them.
+    """A weight push has dropped rollout servers that did not answer or serve other weights. The driver restarts them.
 
     A dropped server gets no more weights, even if it is still alive.
     """
@@ -51,21 +50,21 @@ class ServersLost:
     servers: tuple[tuple[str, str], ...]
     """(name, URL) of each dropped server."""
     cause: str = ""
-    """The error with which the push failed."""
+    """The error that made the push fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDue:
-    """Every rollout server serves `version`, and a held-out evaluation of this version is due."""
+    """All servers have got `version`, and a held-out evaluation of this version is due."""
 
     version: int
     servers: tuple[str, ...] = ()
-    """The evaluation servers that make it: they serve this version until it ends. Empty: a rollout server makes it."""
+    """The evaluation servers that evaluate; they serve this version meanwhile. Empty: a rollout server evaluates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSkipped:
-    """A held-out evaluation of `version` was due, and is not made."""
+    """A held-out evaluation of `version` was due, but is skipped."""
 
     version: int
     reason: str
@@ -73,13 +72,13 @@ class EvaluationSkipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnded(TimedReport):
-    """Training has ended before run.steps: there is nothing left to learn, or the user or a program has ended it."""
+    """Training has ended before run.steps: nothing is left to learn, or the user or a program has ended it."""
 
     version: int
     reason: str
-    """Empty: a resume has found all of run.steps trained."""
+    """Why training ended. Empty: a resume found that all of run.steps were trained."""
     is_stop: bool = False
-    """Whether the user or the driver has stopped the learner, so that the run is not over and has saved no model."""
+    """Whether the user or the driver stopped the learner. Then the run is not complete, and no model was saved."""
     metrics: tuple[Metric, ...] = ()
     """The metrics measured after the last step."""
 
@@ -98,7 +97,7 @@ class EvaluationDone(TimedReport):
     """The result of a held-out evaluation; without metrics if the task has no held-out set."""
 
     version: int
-    """Policy version that the engine served when the evaluation began."""
+    """The policy version that the engine served when the evaluation began."""
     metrics: tuple[Metric, ...] = ()
 
 

@@ -16,43 +16,45 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The keys of config.json for the number of experts that a router chooses from, by family."""
+"""The keys of config.json, of various model families, for the number of experts that a router chooses from."""
 _CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERT = re.compile(r"\blayers\.(\d+)\.(?:.+\.)?experts\.")
-"""The name of a weight of an expert. Shared experts, which every token uses, are called `shared_experts`."""
+"""Matches the name of an expert's weight. Shared experts, which every token uses, are called `shared_experts`."""
 
 HINT = "set rollout.routing: ignore, with which the learner's routers choose by themselves"
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The routers of a mixture of experts."""
+    """Where a mixture of experts has routers, and what they choose from."""
 
     layers: tuple[int, ...]
-    """The numbers of the layers that have a router, ascending; the other layers are dense."""
+    """The numbers of the layers with a router, ascending. The other layers are dense."""
     count: int
-    """The number of experts of a layer."""
+    """The number of experts in a layer."""
     per_token: int
     """The number of experts that a router chooses for a token."""
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16]:
-        """The type of the numbers of experts in a record."""
+        """The type in which expert numbers are recorded."""
         return np.uint8 if self.count <= 256 else np.uint16
 
 
 def recorded_experts(config: Config) -> Experts | None:
-    """Return the routers of the policy whose choices the engine records and the learner replays; None: there are none.
+    """Return the policy's routers if their choices are recorded and replayed (rollout.routing replay).
+
+    None: rollout.routing is ignore, or the policy has no routers.
     """
     return experts_of(config.model.path) if config.rollout.routing == "replay" else None
 
 
 def experts_of(path: str) -> Experts | None:
-    """Return the routers of the model in the folder `path`; None: it has none.
+    """Return the routers of the model in the folder `path`; None if it has no routers.
 
     Raises:
-        ConfigError: config.json and the names of the weights disagree on whether it has some, or it does not say how
-            many a token uses.
+        ConfigError: config.json and the names of the weights disagree on whether the model has experts, or config.json
+            does not say how many experts a token uses.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -73,13 +75,16 @@ def experts_of(path: str) -> Experts | None:
 
 
 def _first_of(config: dict[str, Any], keys: tuple[str, ...]) -> int:
-    """Return the value of the first key that is set; some families have a list with one value for each layer."""
+    """Return the value of the first key that is set.
+
+    Some families have a list with one value per layer; its largest counts.
+    """
     value = next((config[key] for key in keys if config.get(key)), 0)
     return max(value) if isinstance(value, list) else int(value)
 
 
 def _weight_names(folder: Path) -> Iterator[str]:
-    """Yield the names of all tensors: from the index of the weight files, or else from the headers of the files."""
+    """Yield the names of all tensors, from the index of the weight files or, without one, from the files' headers."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         yield from json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})

@@ -1,7 +1,7 @@
 """Pins the models and data of a configuration to commits of the hub, and finds them on this host or downloads them.
 
-The driver of a run adds the commit to each name, which config.yaml records. Each host then finds that commit in its own
-cache, or downloads it. hub.py does the work; a run that names nothing on the hub does not load it.
+The driver of a run adds the commit to each name, and config.yaml records it. Each host then finds that commit in its
+own cache, or downloads it. hub.py does the work; a run that uses nothing from the hub does not load it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, SCHEM
 
 
 def commits(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Decided:
-    """Return each name of the hub with its commit, so that every host, and a resume, loads the same files.
+    """Add a commit to each name of the hub, so that every host, and a resume, loads the same files.
 
-    A resume takes the commits of its run where a name gives no revision. If the hub does not answer, the commit that
-    this host has in its cache is taken.
+    Returns the configuration keys with the new names. For a name without a revision, a resume takes the commit of its
+    run. If the hub does not answer, the commit in this host's cache is taken.
 
     Raises:
         ConfigError: there is no such repository or revision, or nothing is cached and the hub does not answer.
@@ -37,17 +37,20 @@ def commits(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> 
 
 
 def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
-    """Return the settings with the `commits` of a command that starts no run."""
+    """Return the configuration with commits added to names of the hub, for commands that start no run. See `commits`.
+    """
     return resolve(config, commits(config, keys))
 
 
 def located(
     config: Config, keys: Sequence[str] = MODEL_KEYS, check: Callable[[], None] = lambda: None
 ) -> Config:
-    """Return the settings with this host's folders of the models that are on the hub; downloads what is missing.
+    """Return the configuration with names of models on the hub replaced by this host's folders.
+
+    Downloads what is missing.
 
     Args:
-        check: called in the course of a download, by any thread; an exception that it raises ends the download.
+        check: called regularly during a download, by any thread. If it raises, the download ends.
 
     Raises:
         ConfigError: a model is not in this host's cache, and can't be downloaded.
@@ -61,7 +64,7 @@ def located(
 
 
 def find_files(config: Config, keys: Sequence[str]) -> None:
-    """Check that this host has the files that the settings `keys` name; download what is on the hub.
+    """Check that this host has the files named by the settings `keys`. Files on the hub are downloaded.
 
     Raises:
         ConfigError: a path is not on this host, or a download failed.

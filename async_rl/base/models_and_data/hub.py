@@ -1,6 +1,6 @@
-"""Models and data sets of the Hugging Face hub in this host's cache: finds them there, or downloads them.
+"""Models and data sets of the Hugging Face hub: finds them in this host's cache, or downloads them.
 
-A run that names nothing on the hub does not load this module (hub_names.py). The work is huggingface_hub's; its
+A run that uses nothing from the hub does not load this module (hub_names.py). huggingface_hub does the work; its
 settings are HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
@@ -25,21 +25,21 @@ from async_rl.base.run_dir.resuming import config_file
 
 PROGRESS_INTERVAL_S = 10.0
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-"""The files of a model's repository that are of use; those in its folders are not."""
+"""The files of a model's repository that are downloaded; those in its subfolders are not."""
 _NOT_OF_MODELS = ("*/*", "consolidated*")
-"""Files of a repository that hold the same weights once more, in other formats."""
+"""Files of a model's repository that contain the same weights in other formats."""
 _CARD = "README.md"
 
 
 class NotInCacheError(ConfigError):
-    """A repository of the hub is not, or not whole, in this host's cache, and could not be downloaded."""
+    """A repository of the hub is missing or incomplete in this host's cache, and could not be downloaded."""
 
 
 def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[], None] = lambda: None) -> Path:
-    """Return the folder of a model in this host's cache; downloads it first, unless it is there or `cached_only`.
+    """Return the folder of a model in this host's cache. Downloads it first if it is not there, unless `cached_only`.
 
     Raises:
-        ConfigError: it can't be downloaded, or the repository holds no model that transformers loads from safetensors.
+        ConfigError: the model can't be downloaded, or transformers can't load one from safetensors in the repository.
     """
     folder = fetch(repo, MODEL_FILES, _NOT_OF_MODELS, cached_only=cached_only, check=check)
     for needed in ("config.json", "*.safetensors"):
@@ -52,12 +52,12 @@ def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[]
 
 
 def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
-    """Return the files of the data set that `repo.name` names, in this host's cache; downloads them first.
+    """Return the files of the data set `repo.name` in this host's cache. Downloads them first if they are not there.
 
-    The configs and splits are named as in `datasets.load_dataset`. Only the files of the split are downloaded.
+    Configs and splits have the names of `datasets.load_dataset`. Only the files of the split are downloaded.
 
     Raises:
-        ConfigError: there is no such part, several could be meant, or a file can't be read or downloaded.
+        ConfigError: there is no such config or split, several could be meant, or a file can't be read or downloaded.
     """
     if repo.file:
         folder = fetch(repo, [repo.file], cached_only=cached_only)
@@ -74,8 +74,7 @@ def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
 
 
 def _files_of_split(repo: HubRepo, cached_only: bool) -> list[Path]:
-    """Return the files of one split of a data set, as `datasets` finds them by its card or by the names of the files.
-    """
+    """Return the files of one split of a data set. `datasets` finds them by the data set's card or by file names."""
     from datasets.data_files import DataFilesList, EmptyDatasetError, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
@@ -107,8 +106,10 @@ def _files_of_split(repo: HubRepo, cached_only: bool) -> list[Path]:
 
 
 def _usual_part(repo: HubRepo, parts: Sequence[str], default: str | None) -> str:
-    """Return the CONFIG/SPLIT of `parts` that `repo` names. What the name leaves out is the usual: the card's default
-    config, or `main`; the split `test` of what is held out, and `train` of all else.
+    """Return the CONFIG/SPLIT in `parts` that the name in `repo` means.
+
+    If the name leaves out the config, it is the card's default config, or `main`. If it leaves out the split, it is
+    `test` for held-out data, else `train`.
     """
     meant = [part for part in parts if repo.part in ("", part, *part.split("/"))]
     usual = "test" if "eval_path" in repo.key else "train"
@@ -124,12 +125,16 @@ def fetch(
     repo: HubRepo, patterns: Sequence[str], but: Sequence[str] = (), *, cached_only: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Return the folder in this host's cache with all files of `repo` that match `patterns` and none of `but`.
+    """Return the folder in this host's cache with all files of `repo` that match `patterns` but none of `but`.
 
-    Of several processes on a host one downloads a file, the others wait for it. What is there whole is not asked for.
+    If several processes of a host need a file, one downloads it and the others wait. For complete files the hub is not
+    asked.
+
+    Args:
+        check: called regularly during a download, by any thread. If it raises, the download ends.
 
     Raises:
-        ConfigError: not all are there, and they can't be downloaded.
+        ConfigError: files are missing and can't be downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -149,7 +154,8 @@ def fetch(
 
 
 def _is_listed(repo: HubRepo) -> bool:
-    """Whether this host's cache has a list of the files. Without it a snapshot that lacks some looks whole."""
+    """Whether this host's cache has a list of the repository's files. Without it an incomplete snapshot looks complete.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -162,7 +168,7 @@ def _is_listed(repo: HubRepo) -> bool:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return the folder of a model `name` of the hub if this host's cache holds a part of it, else None."""
+    """Return the folder in this host's cache of model `name` of the hub, even if it is incomplete; None without one."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -177,7 +183,7 @@ def cached_folder(name: str) -> Path | None:
 
 
 def with_commit(config: Config, repo: HubRepo) -> str:
-    """Return the name of `repo` with its commit: as the resumed run records it, or as the hub or the cache has it.
+    """Return the name of `repo` with a commit: that of the resumed run, or the newest one of the hub or the cache.
 
     Raises:
         ConfigError: there is no such repository or revision, or nothing is cached and the hub does not answer.
@@ -192,7 +198,7 @@ def with_commit(config: Config, repo: HubRepo) -> str:
 
 
 def _recorded(config: Config, repo: HubRepo) -> str | None:
-    """Return the name in the configuration of the run that is resumed, if it names a commit of the same repository."""
+    """Return the name with commit in the resumed run's configuration, if it names the same repository; else None."""
     of_run = _run_config(str(find_checkpoint(config.run.resume)))
     return recorded_name(of_run, repo) if of_run else None
 
@@ -205,7 +211,7 @@ def _run_config(checkpoint: str) -> Config | None:
 
 @contextmanager
 def _explained(repo: HubRepo) -> Iterator[None]:
-    """Turn an error of huggingface_hub in the `with` block into a ConfigError."""
+    """A context that converts errors of huggingface_hub to ConfigErrors."""
     from httpx import TransportError
     from huggingface_hub import constants, errors
 
@@ -246,7 +252,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _progress_class(check: Callable[[], None]) -> Any:
-    """Return huggingface_hub's bar, which calls `check` for each piece of a download. A log file gets few lines."""
+    """Return a progress bar for huggingface_hub that calls `check` for each piece of a download.
+
+    It writes few lines into a log file.
+    """
     from huggingface_hub.utils import tqdm
 
     class CheckingBar(tqdm):  # type: ignore[misc]
@@ -262,8 +271,7 @@ def _progress_class(check: Callable[[], None]) -> Any:
 
 
 def check_login(name: str) -> None:
-    """Raise ConfigError if this host has no token of the hub to upload to `name`, the value of checkpoint.push_to_hub.
-    """
+    """Raise ConfigError if this host has no hub token for uploads to `name`, the value of checkpoint.push_to_hub."""
     from huggingface_hub import get_token
 
     if not get_token():
@@ -274,9 +282,9 @@ def check_login(name: str) -> None:
 
 
 def upload_model(config: Config, folder: Path, note: Callable[[str], None]) -> None:
-    """Upload `folder` to the repository checkpoint.push_to_hub; a new repository is private.
+    """Upload `folder` to the repository checkpoint.push_to_hub. If the repository is new, it is private.
 
-    The run has ended by then, so a failure is noted with what to do, and no error.
+    The run has ended by then. So a failure is no error: `note` gets a message with what to do.
     """
     name = config.checkpoint.push_to_hub
     if not folder.is_dir():

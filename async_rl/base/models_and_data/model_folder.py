@@ -1,4 +1,4 @@
-"""Checks and reads the Hugging Face model folders of a run; the checks are made before anything is started."""
+"""Checks and reads the Hugging Face model folders of a run. The checks come before any process is started."""
 
 from __future__ import annotations
 
@@ -19,46 +19,47 @@ if TYPE_CHECKING:
 
 
 TEMPLATE_DATE = datetime(2024, 7, 26)
-"""Llama's template would write today's, so that a prompt would differ tomorrow, and a group could at midnight."""
+"""The date for chat templates such as Llama's. With today's date a prompt would change every day, a group at midnight.
+"""
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
-"""[key] the architecture's name must have one of these endings, for the models besides the policy; (): any name."""
+"""For the key of each model besides the policy: the allowed endings of its architecture's name; (): any name."""
 _LOGIT_KEYS = ("final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A command that makes a model, such as `async-rl sft`."""
+    """A command that creates a model, such as `async-rl sft`."""
 
     command: str
     marker: str
-    """The file, a copy of the configuration, that only a folder written by the command holds; the next may overwrite
-    it."""
+    """A file, a copy of the configuration, that exists only in folders written by the command. The next run of
+    the command may overwrite such a folder."""
     base_key: str
-    """The key of the model that it starts from."""
+    """The key of the model that the command starts from."""
 
 
 SFT = Maker("async-rl sft", "sft_config.yaml", "sft.base")
 REWARD_MODEL = Maker("async-rl reward-model", "reward_training_config.yaml", "reward_training.base")
 MARKERS = (SFT.marker, REWARD_MODEL.marker)
 _MADE_BY = {"reward_model.path": REWARD_MODEL}
-"""[key] the command that makes the model, if it is another one than `async-rl sft`."""
+"""For keys of models that another command than `async-rl sft` creates: that command."""
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> list[str]:
-    """Check that `path`, the value of `key`, holds a causal LM that can be trained on `longest_tokens` tokens.
+    """Check that `path`, the value of `key`, contains a causal LM for rows of `longest_tokens` tokens.
 
-    The config.json must describe a causal LM with attention and enough positions. All safetensors files must be whole.
-    The tokenizer must have an end-of-text token and no token id beyond the model's vocabulary.
+    The config.json must describe a causal LM with attention and enough positions. All safetensors files must be
+    complete. The tokenizer must have an end-of-text token and no token id beyond the model's vocabulary.
 
     Returns:
-        A list with one caution for the user if the tokenizer has no chat template, else [].
+        A list with a warning for the user if the tokenizer has no chat template, else [].
 
     Raises:
         ConfigError: one of these files is missing or wrong.
@@ -129,25 +130,25 @@ def check_unquantised(path: str | Path, key: str) -> None:
 
 
 def partial_of(folder: Path) -> Path:
-    """Return the folder that has the files of `folder` until all are written."""
+    """Return the folder into which the files of `folder` are written until it is complete."""
     return folder.with_name(f"{folder.name}.partial")
 
 
 def check_role_folder(key: str, path: str) -> None:
-    """Check that `path`, the value of `key`, holds a critic, reference or reward model, whichever `key` is for.
+    """Check that `path` contains the kind of model that setting `key` needs: a critic, a reference or a reward model.
 
     Raises:
-        ConfigError: `path` holds another kind of model, or lacks files.
+        ConfigError: `path` has another kind of model, or lacks files.
     """
     _load_model_config(Path(path), key, ROLES[key])
     weight_shapes(Path(path))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files to load from `folder`: those its index names, else model.safetensors, else all.
+    """Return the safetensors files to load from `folder`: those in its index, else model.safetensors, else all.
 
     Raises:
-        ConfigError: there are no such files, or some that the index names are missing.
+        ConfigError: there are no such files, or files in the index are missing.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -169,7 +170,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return {name: shape} of the tensors of a model folder, read from the headers of its weight files.
+    """Return {name: shape} of the tensors in a model folder, read from the headers of its weight files.
 
     Raises:
         ConfigError: there are no weight files, or one of them is incomplete or no safetensors file.
@@ -187,10 +188,10 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def policy_lr(config: Config) -> float:
-    """Return the policy's learning rate: learner.lr, or by the weights of the model in model.path where it is auto.
+    """Return the policy's learning rate: learner.lr or, if that is auto, computed from the size of model.path.
 
     Raises:
-        ConfigError: learner.lr is auto, and the folder has no whole weight files.
+        ConfigError: learner.lr is auto, and the folder has no complete weight files.
     """
     if config.learner.lr != "auto":
         return config.learner.lr
@@ -199,7 +200,7 @@ def policy_lr(config: Config) -> float:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Return whether the folder `path` holds files of a tokenizer."""
+    """Return whether the folder `path` contains files of a tokenizer."""
     return any(file for pattern in TOKENIZER_FILES for file in Path(path).glob(pattern))
 
 
@@ -225,7 +226,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_tokens(path: str | Path) -> list[int]:
-    """Return the ids of the tokens that end an answer: all end-of-text tokens that the model folder `path` declares.
+    """Return the ids of the tokens that end an answer: all end-of-text tokens that the model folder declares.
 
     Chat models declare several, in config.json, in the tokenizer and in generation_config.json.
     """
@@ -243,9 +244,9 @@ def end_tokens(path: str | Path) -> list[int]:
 
 
 def forbidden_tokens(config: Config) -> tuple[int, ...]:
-    """Return the ids of the tokens that answers must not hold, () unless rollout.forbid_special_tokens is set.
+    """Return the ids of tokens that must not be sampled; () unless rollout.forbid_special_tokens is set.
 
-    They are all special tokens of the tokenizer but those that end an answer.
+    They are all special tokens of the tokenizer, except those that end an answer.
     """
     if not config.rollout.forbid_special_tokens:
         return ()
@@ -255,13 +256,13 @@ def forbidden_tokens(config: Config) -> tuple[int, ...]:
 
 
 def check_is_folder(key: str, path: str | Path) -> None:
-    """Check that `path`, the value of `key`, is a folder. ConfigError: it is not; the message says how to get it."""
+    """Raise ConfigError if `path`, the value of `key`, is not a folder. The message says how to get it."""
     if not Path(path).is_dir():
         raise ConfigError(f"{key} {path} is not a folder. {_how_to_get(Path(path), key)}")
 
 
 def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> PretrainedConfig:
-    """Load the config.json of the model in `folder`, the value of `key`; returns its part on the text model.
+    """Load the config.json of the model in `folder`, the value of `key`. Returns its part on the text model.
 
     Args:
         endings: the name of the model's architecture must end in one of these; empty: any name is allowed.
@@ -288,7 +289,7 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
 
 
 def _how_to_get(folder: Path, key: str) -> str:
-    """Return what a user may do to get the model in `folder`, the value of `key`, which does not exist."""
+    """Return advice on how to get the model that is missing in `folder`, the value of `key`."""
     maker = _MADE_BY.get(key, SFT)
     if partial_of(folder).is_dir():
         return f"`{maker.command}` ended before it was whole: run it again"

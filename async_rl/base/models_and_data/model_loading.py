@@ -1,4 +1,4 @@
-"""Checks before a run starts that its models can be loaded and can read its rows, without reading their weights."""
+"""Checks before a run starts that its models can be loaded and support its rows, without reading their weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MAY_LACK_HEAD = ("critic.path", "reward_training.base")
 
 
 def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
-    """Return the model in `path`, the value of `key`, with meta tensors: only names and shapes of weights are read.
+    """Load the model in `path`, the value of `key`, with meta tensors: only names and shapes of weights are read.
 
-    A reward model has the attention that transformers chooses for it, as in the learner: it may be an encoder that the
-    policy's does not fit.
+    A reward model gets the attention that transformers chooses for it, as in the learner: it may be an encoder that
+    does not support the policy's.
 
     Raises:
-        ConfigError: transformers can't build the model, or its files lack weights or hold weights of another shape.
+        ConfigError: transformers can't build the model, or its files lack weights or have weights of another shape.
     """
     attention = None if key == "reward_model.path" else attn_implementation
     with quiet_loading():
@@ -58,9 +58,9 @@ def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
 
 
 def usable_positions(lm: Any) -> int | None:
-    """Return how many tokens the longest row of a model may have, or None where it has no limit.
+    """Return how many tokens the longest row of a model may have, or None if there is no limit.
 
-    A table of positions with a row for padding, as in RoBERTa, is used from the row after that one on.
+    If the table of positions has a row for padding, as in RoBERTa, only the rows after it are used.
     """
     positions: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     if positions is None:
@@ -74,13 +74,16 @@ def usable_positions(lm: Any) -> int | None:
 
 
 def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
-    """Check that `lm`, the model in `path`, the value of `key`, takes the policy's tokens and the longest row.
+    """Check that a model supports the policy's tokens and the longest row.
 
     It may have more embeddings than there are tokens, because models pad them to several sizes. Special and added
     tokens may have other names, because further training often renames reserved ones.
 
+    Args:
+        lm: the model in `path`, the value of `key`.
+
     Raises:
-        ConfigError: it has too few positions, too few embeddings, or a tokenizer that has another token for an id.
+        ConfigError: it has too few positions, too few embeddings, or a tokenizer with another token for an id.
     """
     policy, longest, positions = config.model.path, config.longest_tokens, usable_positions(lm)
     if positions is not None and positions < longest:
@@ -112,7 +115,7 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep the progress bars and tables of weights of transformers from the terminal within the block."""
+    """A context in which transformers shows no progress bars and no tables of weights."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,4 +1,5 @@
-"""Writes model folders whole: the results of `async-rl sft`, `reward-model` and `export`."""
+"""Writes model folders so that they are never incomplete: the results of `async-rl sft`, `reward-model` and `export`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from async_rl.base.models_and_data.model_folder import Maker, partial_of
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn a failed write in the `with` block into a ConfigError that names `folder`, where the user wants a model."""
+    """A context that converts a failed write to a ConfigError. The error names `folder`, where the user wants a model.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -26,10 +28,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder` to write a model into; the end of the block renames it to `folder`.
+    """A context with a new folder next to `folder` to write a model into. Its end renames the new folder to `folder`.
 
-    So `folder` holds a whole model at any time, or none. If the block raises, the files that it has written are
-    removed.
+    So `folder` is always complete, or missing. If the block raises, the files that it has written are removed.
     """
     target = folder.resolve()
     partial = partial_of(target)
@@ -49,10 +50,10 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def check_target(key: str, path: str, maker: Maker) -> Path:
-    """Return the folder `path`, the value of `key`, into which a command writes the model that it makes.
+    """Return the folder `path`, the value of `key`, into which a command writes the model that it creates.
 
     Raises:
-        ConfigError: it holds something else than an earlier result, or `path` names a model of the hub.
+        ConfigError: it contains something else than an earlier result, or `path` names a model of the hub.
     """
     target = Path(path)
     others = target.is_dir() and not (target / maker.marker).is_file() and any(target.iterdir())

@@ -1,13 +1,13 @@
-"""Records and replays the choices of experts of a model, in any family whose blocks choose by `torch.topk`.
+"""Records and replays the experts chosen in a model, for any family whose blocks choose by `torch.topk`.
 
     routing = Routing(lm, experts)             changes the forward of each block that has a child `experts`
     with routing.recording() as chosen: lm(x)  chosen() is [tokens, layers, k]
     with routing.replaying(experts): lm(x)     the blocks use these experts
 
-Inside a block, the `torch.topk` over the experts is answered with the given indices and with the values that the
-block's own scores have there. Softmax or sigmoid, bias, groups and renormalisation are the block's own code on its
-current logits, so routers keep their gradient: R3, arXiv 2510.11370, without a table of families. `self_test` finds a
-family for which that does not hold.
+Inside a block, the `torch.topk` over the experts returns the given indices, with the block's own scores at these
+indices. Softmax or sigmoid, bias, groups and renormalisation are the block's own code on its current logits, so routers
+keep their gradient: R3, arXiv 2510.11370, without a table of families. `self_test` finds a family for which that does
+not work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Routing:
     """The routers of a model `lm`, in the order of its layers.
 
     Raises:
-        ConfigError: it has not a block with a child `experts` in each of these layers.
+        ConfigError: one of the layers in `experts` has no block with a child `experts`.
     """
 
     def __init__(self, lm: Any, experts: Experts) -> None:
@@ -56,8 +56,7 @@ class Routing:
         return output
 
     def _experts_forward(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Compute the experts, after the choice. A record of small batches would cost most here, as nothing is to see.
-        """
+        """Compute the experts after the choice, without watching torch's calls, which would cost most here."""
         if self._seen is None:
             return forward(*args, **options)
         with torch._C.DisableTorchFunction():
@@ -65,7 +64,7 @@ class Routing:
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Yield a function that returns the experts of the forward pass inside the `with` block, [tokens, layers, k].
+        """A context with a function that returns the experts used in the forward pass inside it, [tokens, layers, k].
         """
         seen: list[Tensor | None] = [None] * len(self.experts.layers)
         self._seen = seen
@@ -76,7 +75,7 @@ class Routing:
 
     @contextmanager
     def replaying(self, experts: Tensor | None) -> Iterator[None]:
-        """Inside the `with` block the experts are `experts` [tokens, layers, k], or the routers' own for None."""
+        """A context in which the model uses the given experts [tokens, layers, k]. With None, the routers choose."""
         before, self.given = self.given, experts
         try:
             yield
@@ -84,25 +83,27 @@ class Routing:
             self.given = before
 
     def take_counts(self) -> tuple[Tensor, Tensor]:
-        """Return the number of pairs (token, layer) replayed since the last call, and for how many of them the router
-        would have chosen other experts.
+        """Return counts of pairs (token, layer) since the last call: those replayed, and those with other experts
+        chosen.
+
+        The second count is of replayed pairs for which the router would have chosen other experts.
         """
         taken = self._replayed, self._changed
         self._replayed = self._changed = torch.zeros((), dtype=torch.int64)
         return taken
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """The `context_fn` of torch.utils.checkpoint: what is computed again gets the experts of its first pass."""
+        """The `context_fn` for torch.utils.checkpoint: a recomputed forward pass uses the experts of the first pass."""
         return nullcontext(), self.replaying(self.given)
 
     def self_test(self, forward: Callable[[], Tensor]) -> None:
-        """Check that record and replay hold for this model. Collective, if it is sharded.
+        """Check that recording and replaying work for this model. Collective, if the model is sharded.
 
         Args:
-            forward: computes some logprobs of the model, always of the same tokens.
+            forward: computes some logprobs with the model, for the same tokens each time.
 
         Raises:
-            ConfigError: they don't; the message says what was found.
+            ConfigError: they do not work. The message says what was found.
         """
         count, shape = self.experts.count, (len(self.experts.layers), self.experts.per_token)
         with torch.no_grad(), _CountChoices(count) as everywhere, self.recording() as chosen:
@@ -129,7 +130,7 @@ def _unfit(found: str) -> ConfigError:
 
 
 def _scores(func: Any, args: Any, options: Any, count: int) -> Tensor | None:
-    """Return the scores [tokens, experts] of a call that chooses experts; None for another call."""
+    """Return the scores [tokens, experts] in a torch call that chooses experts; None for any other call."""
     if func not in (torch.topk, torch.Tensor.topk):
         return None
     scores: Tensor = args[0] if args else options["input"]
@@ -138,7 +139,7 @@ def _scores(func: Any, args: Any, options: Any, count: int) -> Tensor | None:
 
 
 class _ExpertChoice(TorchFunctionMode):
-    """Answers the choice of experts inside a block: `given` [tokens, k] replaces it, `seen` gets the experts used."""
+    """Replaces the choice of experts inside a block by `given` [tokens, k], and stores the experts used in `seen`."""
 
     def __init__(self, count: int, given: Tensor | None) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class _ExpertChoice(TorchFunctionMode):
 
 
 class _CountChoices(TorchFunctionMode):
-    """Counts the choices of experts inside and outside of blocks."""
+    """Counts the choices of experts, inside and outside blocks."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Reads the rows of a source: files, a glob, a folder that `datasets` has saved, or a data set of the hub.
+"""Reads the rows of a source: files, a glob, a folder saved by `datasets`, or a data set of the hub.
 
-JSON is read line by line and not by `datasets`, which makes a date of the text "2024-05-01" and a float of a long
-integer. The values of CSV are text.
+JSON is read line by line and not by `datasets`, which turns the text "2024-05-01" into a date and a long integer into a
+float. The values of CSV are text.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from async_rl.base.models_and_data.hub import data_files
 from async_rl.base.models_and_data.hub_names import DATA_SUFFIXES, SCHEME, find_data
 
 Choose = Callable[[Sequence[str]], Sequence[str]]
-"""Returns which of the columns that it gets are to be read."""
+"""A function from the columns of a file to those that are read."""
 
 
 CheckColumns = Callable[[Collection[str], str], None]
-"""Raises ConfigError, given the columns of a file or of one row and where that is, if some are missing."""
+"""Raises ConfigError if columns are missing. Its arguments are the columns of a file or a row, and where that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one file, or of a saved folder."""
+    """The rows of one file or of a saved folder."""
 
     columns: tuple[str, ...]
-    """The names of all columns that the file has."""
+    """The names of all columns of the file."""
     rows: list[dict[str, Any]]
-    """With the columns that were chosen, or all of them."""
+    """The rows, with the chosen columns or all of them."""
 
 
 def files_of(path: str, key: str) -> list[Path]:
-    """Return the files and saved folders of a source, in order; a data set of the hub is downloaded first.
+    """Return the files and saved folders of a source, in order. A data set of the hub is downloaded first.
+
+    Args:
+        path: a value of the setting `key`.
 
     Raises:
-        ConfigError: there are none, or `path`, a value of the setting `key`, has none of the allowed forms.
+        ConfigError: there are no files, or `path` is malformed.
     """
     if repo := find_data(path, key):
         return data_files(repo)
@@ -55,7 +58,7 @@ def files_of(path: str, key: str) -> list[Path]:
 
 
 def rows_of(path: Path, choose: Choose) -> Rows:
-    """Return the rows of a file or a saved folder; where these have a schema only the columns that `choose` returns.
+    """Return the rows of a file or a saved folder. If it has a schema, only the columns that `choose` returns are read.
 
     Raises:
         ConfigError: the file can't be read.
@@ -77,7 +80,10 @@ def rows_of(path: Path, choose: Choose) -> Rows:
 
 
 def read_rows(path: str, key: str, columns: Sequence[str], check_columns: CheckColumns) -> list[dict[str, Any]]:
-    """Return the rows of a source, the value of the setting `key`; of files with a schema only these columns are read.
+    """Return all rows of a source. From files with a schema only the given columns are read.
+
+    Args:
+        path: the source, the value of the setting `key`.
 
     Raises:
         ConfigError: there is no such file, it can't be read, or `check_columns` refuses its columns or a row's.
@@ -99,7 +105,7 @@ def read_rows(path: str, key: str, columns: Sequence[str], check_columns: CheckC
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, text) of each line that is not blank.
 
-    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
+    Only a line feed ends a line: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
     """
     try:
         with path.open("rb") as file:
@@ -123,7 +129,7 @@ def _parquet_rows(path: Path, choose: Choose) -> Rows:
 
 
 def _saved_rows(path: Path, choose: Choose) -> Rows:
-    """Return the rows of an Arrow file, or of a folder that Dataset.save_to_disk has written."""
+    """Return the rows of an Arrow file, or of a folder written by Dataset.save_to_disk."""
     from datasets import Dataset, DatasetDict, load_from_disk
 
     data = load_from_disk(path) if path.is_dir() else Dataset.from_file(str(path))
@@ -139,7 +145,7 @@ def _csv_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines or, if it ends in .json, of one list of objects."""
+    """Return the rows of a file with JSON lines. A file that ends in .json may be one list of objects instead."""
     if path.suffix == ".json" and (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
         rows = [(f"row {number}", row) for number, row in enumerate(_parsed(text, str(path)))]
     else:
@@ -153,7 +159,7 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(text: str, where: str) -> Any:
-    """Return what a JSON text holds. ConfigError: it is none, or half of a character is escaped in it."""
+    """Parse a JSON text. ConfigError: it is invalid, or an escape in it stands for half a character."""
     try:
         found = json.loads(text)
         if "\\u" in text:  # only an escape can stand for half of a character

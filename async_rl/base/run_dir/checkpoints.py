@@ -2,7 +2,7 @@
 
     run_dir/checkpoints/step_40/    a folder has such a name only once it is complete
         *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
-        training_state.json         `TrainingState`, which is the rest of what a run resumes from, and the files' sizes
+        training_state.json         `TrainingState`, the rest of what a run resumes from, and the files' sizes
 
 learner/loop/checkpointing.py writes and reads the tensors.
 """
@@ -28,11 +28,12 @@ from async_rl.base.errors import ConfigError
 FOLDER = "checkpoints"
 MODELS = "models"
 FORMAT = 4
-"""The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
+"""The version of the checkpoint format. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
 RESUMING = ".resuming"
-"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, the version, MODELS,
-and "named" if run.resume names the checkpoint. Versions of this program that set aside no models wrote no MODELS."""
+"""A file that exists from the start of a resume until its first step. It contains the suffix of the files set
+aside, the version, MODELS, and "named" if run.resume names the checkpoint. Versions of this program that set aside
+no models wrote no MODELS."""
 _OLD_STATE_FILE = "cut.json"  # of format 1
 NAME = re.compile(r"step_(\d+)")
 """The name of a checkpoint's folder."""
@@ -41,25 +42,27 @@ _PAST_FILE = re.compile(r"\.lineage_(\d+)(?:\.|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """The state of learner and buffer after `version` trained batches, before the next batch is chosen."""
+    """The state of learner and buffer after training on `version` batches, before the next batch is chosen."""
 
     version: int
     lineage: int
-    """The number of times that the run had been resumed when this was written."""
+    """How often the run had been resumed when the checkpoint was written."""
     ranks: int
     """The number of learner ranks that wrote the checkpoint."""
     networks: dict[str, dict[str, float]]
-    """[policy or critic] counts and numbers of the network's optimizer, see learner/loop/optimizer.py."""
+    """The state of each optimizer besides tensors, for policy and critic by name. See learner/loop/optimizer.py."""
     kl_coef: float
     """The coefficient of algorithm.kl, which an adaptive controller changes during a run."""
     buffer: dict[str, Any]
-    """The buffer's part of the state, see buffer/store.py."""
+    """The buffer's state, see buffer/store.py."""
 
 
 def lineage_of(run_dir: Path) -> int:
-    """Return how often the run has been resumed: what resume N = 0, 1, ... has set aside has lineage_N in its name.
+    """Return how often the run has been resumed.
 
-    Each resume leaves a config.lineage_N.yaml; the other files count, too, as the user may have deleted that one.
+    Files that resume number N = 0, 1, ... set aside have lineage_N in their name.
+
+    Each resume leaves a config.lineage_N.yaml. Other such files count too, as the user may have deleted that one.
     """
     files = (file for folder in ("", FOLDER, MODELS) for file in (run_dir / folder).glob("*.lineage_*"))
     found = (_PAST_FILE.search(file.name) for file in files)
@@ -67,12 +70,13 @@ def lineage_of(run_dir: Path) -> int:
 
 
 def past_file(run_dir: Path, name: str, lineage: int) -> Path:
-    """Return the file or folder of a lineage that a resume has set aside, or the last lineage's if it is not there.
+    """Return a file or folder of an earlier lineage, which a resume has set aside.
 
-    The user may have deleted it. The last lineage has begun with a copy of what was there at its own checkpoint.
+    If the user has deleted it, return that of the last lineage. The last lineage began with a copy of what was there at
+    its own checkpoint.
 
     Args:
-        name: the name in the run directory, with {lineage} for the number.
+        name: its name in the run directory, with {lineage} for the number.
     """
     found = run_dir / name.format(lineage=lineage)
     return found if found.exists() else run_dir / name.format(lineage=lineage_of(run_dir) - 1)
@@ -83,12 +87,15 @@ def checkpoint_folder(run_dir: Path, version: int) -> Path:
 
 
 def model_folder(run_dir: Path, version: int) -> Path:
-    """Return the Hugging Face folder of a version, which checkpoint.models_every_steps asks for."""
+    """Return the folder of a version's Hugging Face model, written with checkpoint.models_every_steps."""
     return run_dir / MODELS / f"step_{version}"
 
 
 def run_dir_of_model(folder: Path) -> Path:
-    """Return the run directory of RUN_DIR/model, or of a version's `model_folder`; of another folder the one above."""
+    """Return the run directory of RUN_DIR/model or of a version's `model_folder`.
+
+    For any other folder: the one above it.
+    """
     is_of_version = folder.parent.name == MODELS and NAME.fullmatch(folder.name)
     return folder.parents[1] if is_of_version else folder.parent
 
@@ -103,22 +110,25 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def checkpoint_before(run_dir: Path, version: int) -> int | None:
-    """Return the version of the newest checkpoint that is not newer than `version`, or else of the oldest one."""
+    """Return the version of the newest checkpoint up to `version`.
+
+    If all are newer: the oldest; None if there are none.
+    """
     versions = list(list_checkpoints(run_dir))
     return max((v for v in versions if v <= version), default=min(versions, default=None))
 
 
 def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
-    """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
+    """Return the checkpoint that run.resume means: `path` itself, or the newest one of the run directory `path`.
 
-    The result is absolute, because `run_dir_of` takes the run directory from it. A checkpoint that a resume has set
-    aside is found by both names: that resume may have been killed before its first step, and the next one undoes it.
+    The result is absolute, because `run_dir_of` takes the run directory from it. It may be a checkpoint that a resume
+    has set aside: that resume may have been killed before its first step, and the next one undoes it.
 
     Args:
-        resumes: whether a run is to continue from it; else it may also be one that a resume has set aside for good.
+        resumes: whether a run will continue from it. If not, it may also be a checkpoint set aside for good.
 
     Raises:
-        ConfigError: there is no complete checkpoint, a file of it is missing or cut short, or it is outside of a run.
+        ConfigError: there is no complete checkpoint, one of its files is missing or incomplete, or it is not in a run.
     """
     folder = Path(os.path.abspath(path))
     for named in (folder, _set_aside(folder)):
@@ -140,12 +150,12 @@ def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Return the name that a checkpoint gets from a resume which has not come to its first step."""
+    """Return the name of a checkpoint that a resume which has not reached its first step has set aside."""
     return folder.parent / f"{folder.name}.{resuming_suffix(folder.parent.parent)}"
 
 
 def resuming_suffix(run_dir: Path) -> str:
-    """Return the suffix of what a resume has set aside that has not come to its first step; "" without one."""
+    """Return the suffix of the files set aside by a resume that has not reached its first step; "" if there is none."""
     try:
         return (run_dir / RESUMING).read_text().partition(" ")[0]
     except OSError:
@@ -153,7 +163,7 @@ def resuming_suffix(run_dir: Path) -> str:
 
 
 def _check_place(folder: Path) -> None:
-    """Raise ConfigError if a checkpoint is not in a run directory: a resume would take the folder above for one."""
+    """Raise ConfigError if a checkpoint is not in a run directory. Otherwise a resume would take any folder for one."""
     if folder.parent.name != FOLDER:
         raise ConfigError(
             f"run.resume must be a run directory or a checkpoint in RUN_DIR/{FOLDER}, where it was written, got "
@@ -162,7 +172,8 @@ def _check_place(folder: Path) -> None:
 
 
 def _check_in_line(folder: Path) -> None:
-    """Raise ConfigError if a resume has set a checkpoint aside for good: the run's other files do not lead to it."""
+    """Raise ConfigError if a resume has set a checkpoint aside for good: the run's other files do not continue from it.
+    """
     if _PAST_FILE.search(folder.name) and folder.name.partition(".")[2] != resuming_suffix(run_dir_of(folder)):
         raise ConfigError(
             f"run.resume must be a checkpoint of the steps that the run has now, got {folder}: a resume that went back "
@@ -172,7 +183,10 @@ def _check_in_line(folder: Path) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Raise ConfigError, which names the newest whole checkpoint, if a file of this one is missing or cut short."""
+    """Raise ConfigError if a file of a checkpoint is missing or incomplete.
+
+    The error names the newest complete checkpoint.
+    """
     if not (damage := _damage(folder)):
         return
     others = [other for other in reversed(list_checkpoints(run_dir_of(folder)).values()) if not _damage(other)]
@@ -183,7 +197,8 @@ def _check_whole(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """Return what is damaged: a file that is missing, has another length than when written, or is no JSON; else ""."""
+    """Return which file of a checkpoint is missing, has not its original length, or is no JSON; "" if none is damaged.
+    """
     try:
         sizes = json.loads((folder / STATE_FILE).read_text()).get("file_bytes", {})
     except FileNotFoundError:  # of format 1
@@ -204,7 +219,8 @@ def run_dir_of(checkpoint: Path) -> Path:
 
 
 def write_training_state(folder: Path, state: TrainingState) -> None:
-    """Write training_state.json: the state, and the sizes of the folder's other files, which must be complete."""
+    """Write training_state.json: the state, and the sizes of the folder's other files, which must be complete by then.
+    """
     sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     fields = {"format": FORMAT, "file_bytes": sizes, **dataclasses.asdict(state)}
     (folder / STATE_FILE).write_text(json.dumps(fields) + "\n")
@@ -228,7 +244,7 @@ def read_training_state(folder: Path) -> TrainingState:
 
 
 def lineage_of_checkpoint(folder: Path) -> int:
-    """Return how often the run had been resumed when it wrote a checkpoint; -1 for one that can't be read."""
+    """Return how often the run had been resumed when it wrote a checkpoint; -1 if the checkpoint can't be read."""
     try:
         return read_training_state(folder).lineage
     except (OSError, ValueError):  # a ConfigError, of another format, is a ValueError
@@ -246,8 +262,8 @@ def prune(
     """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
 
     Args:
-        values: [version] the value of what checkpoint.best_by names, where it is known.
-        needed: the versions of further ones that are kept.
+        values: the value of checkpoint.best_by, by version, as far as it is known.
+        needed: versions of further checkpoints to keep.
     """
     found = list_checkpoints(run_dir)
     for version in to_remove(list(found), config, values):
@@ -256,10 +272,11 @@ def prune(
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
-    """Return the versions, out of `versions` of all checkpoints, whose checkpoints `prune` removes.
+    """Return those of `versions`, which are all checkpoints, that `prune` removes.
 
-    With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Later ones stay
-    only while they are among the keep_last newest, so that the disk does not fill up if the metric is never measured.
+    With keep_best, the oldest checkpoint that is newer than all of `values` is kept until it is measured. Later ones
+    are kept only while they are among the keep_last newest, so that the disk does not fill up if the metric is never
+    measured.
     """
     kept = set(sorted(versions)[-config.keep_last :])
     if config.keep_best:
@@ -270,7 +287,10 @@ def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the folder is a checkpoint; one of an older format counts, so that `read_training_state` refuses it."""
+    """Whether the folder is a complete checkpoint.
+
+    An older format counts too, so that `read_training_state` refuses it.
+    """
     return (folder / STATE_FILE).is_file() or (folder / _OLD_STATE_FILE).is_file()
 
 
@@ -279,10 +299,10 @@ LEAST_STEPS = 10
 
 
 class RecentSteps:
-    """The metrics of the last steps of a run, for the next checkpoint.
+    """Keeps the metrics of a run's last steps, which the next checkpoint contains.
 
     Args:
-        kept_s: the steps of so many seconds are kept, and LEAST_STEPS at least.
+        kept_s: steps of the last `kept_s` seconds are kept, and at least LEAST_STEPS.
     """
 
     def __init__(self, kept_s: float) -> None:
@@ -291,7 +311,7 @@ class RecentSteps:
         """(step, time.monotonic() when it was added, line of JSON)"""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the metrics of a step instead of metrics that were added for it before."""
+        """Store the metrics of a step. They replace metrics stored for the same step."""
         if self._steps and self._steps[-1][0] == step:
             self._steps.pop()
         now_s = time.monotonic()
@@ -301,7 +321,7 @@ class RecentSteps:
             self._steps.popleft()
 
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the kept metrics as the content of a file."""
         return "".join(line for _, _, line in self._steps)
 
 

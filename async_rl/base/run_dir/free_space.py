@@ -1,4 +1,4 @@
-"""Checks before a run that the disk has the space that the run needs, and explains the error of a full disk."""
+"""Checks before a run that the disk has enough space for it, and explains the error of a full disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
 
 
 def run_bytes(config: Config, checkpoint_bytes: int) -> int:
-    """Return the disk space that a run needs at most.
+    """Return the most disk space that a run needs.
 
     That is RUN_BYTES, the checkpoints, and copies of the model's files: the result, the copies of
     checkpoint.models_every_steps (one, if run.seconds leaves their number open), and two for a weight transport that
@@ -61,7 +61,7 @@ def run_bytes(config: Config, checkpoint_bytes: int) -> int:
 
 @contextlib.contextmanager
 def full_disk_named(run_dir: Path) -> Iterator[None]:
-    """Turn the error of a full disk in the `with` block into one that says what to do; other errors pass as they are.
+    """A context that converts the error of a full disk to one that says what to do. Other errors pass unchanged.
 
     Raises:
         AsyncRLError: the block failed because a disk is full.
@@ -78,13 +78,13 @@ def full_disk_named(run_dir: Path) -> Iterator[None]:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the nearest one of `path` and its parents that exists."""
+    """Return the nearest existing folder among `path` and its parents."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
 
 
 def _num_checkpoints(config: Config) -> int:
-    """Return how many checkpoints the disk needs room for, with the one that is being written."""
+    """Return the most checkpoints on the disk at a time, including the one that is being written."""
     checkpoint = config.checkpoint
     if checkpoint.every_steps == 0:
         return 0

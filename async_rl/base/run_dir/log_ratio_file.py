@@ -1,4 +1,4 @@
-"""Keeps the log importance ratios of the trained tokens next to the journal: one file for each step and learner rank.
+"""Stores the log importance ratios of trained tokens next to the journal: one file for each step and learner rank.
 
     trajectories.sqlite-log-ratios/step_12.rank_0.npz      read it with numpy.load
         group_ids, rows, lengths  [A]                   the rank's rows: group, number in the group, tokens T
@@ -28,9 +28,9 @@ from async_rl.base.run_dir.checkpoints import past_file
 
 FOLDER = "trajectories.sqlite-log-ratios"
 PAST_FOLDER = "trajectories.lineage_{lineage}.sqlite-log-ratios"
-"""The name that a resume gives to the folder of the run before it."""
+"""The new name that a resume gives to the folder of the previous lineage."""
 MAX_WAITING = 4
-"""Steps that may wait to be written; on a slower disk later steps are left out."""
+"""The most steps that may wait to be written. On a slower disk later steps are left out."""
 CLOSE_LIMIT_S = 30.0
 _NAME = re.compile(r"step_(\d+)\.rank_\d+\.npz")
 
@@ -48,16 +48,16 @@ class StepLogRatios(NamedTuple):
 
 
 class RowLogRatios(NamedTuple):
-    """The log ratios of one row of T tokens, as in the file."""
+    """The log ratios of one row of T tokens. The fields are those of the file."""
 
     proximal: Float16Array  # [T]
     learner: Float16Array | None  # [T]
 
 
 class LogRatioWriter:
-    """Writes one rank's files in a thread, so that no step waits for the disk. A disk that fails ends only the writing.
+    """Writes one rank's files in a thread, so that no step waits for the disk. A disk error ends only the writing.
 
-    The files of the last `keep_steps` steps are kept, with -1 all; rank 0 removes the older ones of every rank.
+    The files of the last `keep_steps` steps are kept (-1: all). Rank 0 removes the older files of every rank.
     """
 
     def __init__(self, run_dir: Path, rank: int, keep_steps: int) -> None:
@@ -69,12 +69,12 @@ class LogRatioWriter:
         self._thread.start()
 
     def write(self, step: int, ratios: StepLogRatios) -> None:
-        """Write the file of a step soon; if MAX_WAITING others wait already, the step is left out."""
+        """Queue the file of a step for writing. If MAX_WAITING others are waiting, the step is left out."""
         if not self._waiting.full():
             self._waiting.put_nowait((step, ratios))
 
     def close(self) -> None:
-        """Wait at most CLOSE_LIMIT_S until all is written."""
+        """Wait at most CLOSE_LIMIT_S until all queued files are written."""
         try:
             self._waiting.put(None, timeout=CLOSE_LIMIT_S)
         except queue.Full:
@@ -107,7 +107,11 @@ class LogRatioWriter:
 
 
 def read_log_ratios(run_dir: Path, step: int, group_id: int, row: int) -> RowLogRatios | None:
-    """Return the log ratios of a row that was trained on in `step`; None if they are not there or damaged."""
+    """Return the log ratios of a row that was trained on in `step`; None if the file is missing or damaged.
+
+    Args:
+        row: the number of the row in its group.
+    """
     for file in sorted((run_dir / FOLDER).glob(f"step_{step}.rank_*.npz")):
         try:
             with np.load(file) as saved:
@@ -124,7 +128,8 @@ def read_log_ratios(run_dir: Path, step: int, group_id: int, row: int) -> RowLog
 
 
 def link_past(run_dir: Path, lineage: int, version: int) -> None:
-    """Take the files of the steps up to `version` over from an earlier lineage of a run that is resumed."""
+    """Link the files of steps up to `version` from an earlier lineage into the current folder, when a run is resumed.
+    """
     for step, file in _files(past_file(run_dir, PAST_FOLDER, lineage)):
         target = run_dir / FOLDER / file.name
         if step <= version and not target.exists():

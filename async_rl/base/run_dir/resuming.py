@@ -1,8 +1,8 @@
-"""Prepares the directory of a run for a resume, and puts back what a resume set aside that has made no step.
+"""Prepares the directory of a run for a resume, and restores what a resume without a step has set aside.
 
-A resume that trains no step changes nothing, unless it comes to the end of its run. `open_resumed_run_dir` sets aside
-what was written after the checkpoint. It puts all of that back unless a step, or an end of the run, was logged. If the
-process is killed before, the next resume puts it back.
+A resume that trains no step changes nothing, unless it reaches the end of its run. `open_resumed_run_dir` sets aside
+(renames) what was written after the checkpoint. It restores all of that unless a step, or an end of the run, was
+logged. If the process is killed before it can, the next resume restores it.
 
 A new run does not load this module.
 """
@@ -52,7 +52,7 @@ from async_rl.base.run_dir.run_dir import (
 from async_rl.base.run_dir.watch_events import WATCH_ANSWER
 
 _NAMED = " named"
-"""The end of the marker RESUMING of a resume whose checkpoint run.resume names."""
+"""What the marker RESUMING ends with if run.resume names the checkpoint, and not only the run."""
 _MARKER = re.compile(rf"lineage_(\d+) (\d+)( {MODELS})?(?:{_NAMED})?")
 
 
@@ -70,13 +70,13 @@ class _Marker(NamedTuple):
         return f"lineage_{self.lineage}"
 
     def past_config(self, run_dir: Path) -> Path:
-        """Return the file with the config of the lineage that ends, which is there once all is set aside."""
+        """Return the config file of the lineage that ends. It exists once all files are set aside."""
         return run_dir / f"config.{self.suffix}.yaml"
 
 
 @contextlib.contextmanager
 def open_resumed_run_dir(config: Config, decided: Decided, resume: str) -> Iterator[Decided]:
-    """Lock the directory of the run that `resume` names, and prepare it as `_resumed` does; yield its decisions.
+    """Lock the directory of the run that `resume` names, prepare it, and yield the decided settings of the resumed run.
 
     Raises:
         ConfigError: `resume` names no checkpoint, or its run is complete or is locked by another process, or the disk
@@ -88,13 +88,13 @@ def open_resumed_run_dir(config: Config, decided: Decided, resume: str) -> Itera
 
 @contextlib.contextmanager
 def _resumed(config: Config, decided: Decided, resume: str) -> Iterator[Decided]:
-    """Set aside the files written after the checkpoint, yield the decisions of the resumed run; if the block then ends
-    without a logged step, put them back.
+    """Set aside the files written after the checkpoint, and yield the decided settings of the resumed run.
 
-    Of a run whose end was cut short, after its last step, the end is left to do.
+    If the block ends without a logged step, the files are restored. If the run was cut short after its last step, only
+    its end is left to do.
 
     Raises:
-        ConfigError: the checkpoint is of run.steps or later, and the run is complete, or it began with another
+        ConfigError: the checkpoint is of run.steps or later and the run is complete, or the run began with another
             model.path or model.lora.alpha.
     """
     checkpoint = find_checkpoint(resume)
@@ -125,11 +125,11 @@ def _resumed(config: Config, decided: Decided, resume: str) -> Iterator[Decided]
 
 
 def find_run(config: Config) -> Path | None:
-    """Return the run directory that `--resume auto` continues, or None if a new run is to start.
+    """Return the run directory that `--resume auto` continues, or None if a new run starts.
 
-    Candidates are the directory of run.name and those with a number, NAME-2 and so on, which were made because the name
-    was taken. The last one with a checkpoint or an end wins. A run whose own run.name ends in such a number is another
-    run; so is one after a gap in the numbers, unless it records that it was made for this name.
+    Candidates are the directory of run.name and numbered ones, NAME-2 and so on, made because the name was taken. The
+    last one with a checkpoint or an end is chosen. A directory whose own run.name ends in such a number is another run.
+    So is one after a gap in the numbers, unless it records that it was made for this name.
     """
     found = None
     for place, number in enumerate(_numbers(config), 1):
@@ -142,7 +142,10 @@ def find_run(config: Config) -> Path | None:
 
 
 def _numbers(config: Config) -> list[int]:
-    """Return the numbers of the existing directories of a run's name, in order; run.name itself has the number 1."""
+    """Return the numbers of the existing directories for a run's name, in order.
+
+    The directory run.name has the number 1.
+    """
     parent, name = config.run_dir.parent, re.compile(re.escape(config.run.name) + r"(?:-([1-9]\d*))?")
     found = (name.fullmatch(path.name) for path in parent.iterdir()) if parent.is_dir() else ()
     return sorted(int(each[1] or 1) for each in found if each and each[1] != "1")
@@ -151,9 +154,9 @@ def _numbers(config: Config) -> list[int]:
 def is_complete(run_dir: Path, config: Config) -> bool:
     """Return whether a run has ended with a summary, so that nothing is left to train.
 
-    It may have ended after run.steps steps, or earlier: by run.seconds, the watcher, the program that trains, or a task
-    with nothing left to learn. Not complete is a run that was interrupted, that the watcher sends back, that continued
-    after its summary or from an earlier checkpoint, or that ended without a step.
+    It may have ended after run.steps steps, or earlier: by run.seconds, by the watcher, by the user's training program,
+    or because nothing was left to learn. A run is not complete if it was interrupted, if the watcher rolls it back, if
+    it continued after its summary or from an earlier checkpoint, or if it ended without a step.
     """
     file = run_dir / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
@@ -169,9 +172,9 @@ def is_complete(run_dir: Path, config: Config) -> bool:
 
 
 def resuming_since_s(run_dir: Path) -> float | None:
-    """Return since when, by time.time(), a resume of a run has been on its way to its first step; None: there is none.
+    """Return when a resume started that has not reached its first step, in time.time(); None if there is none.
 
-    The resume may also have been killed before that step.
+    The resume may be running, or may have been killed before that step.
     """
     try:
         return (run_dir / RESUMING).stat().st_mtime
@@ -180,7 +183,7 @@ def resuming_since_s(run_dir: Path) -> float | None:
 
 
 def resumes_named_checkpoint(run_dir: Path) -> bool:
-    """Return whether run.resume names the checkpoint of a resume on its way to its first step, and not only the run."""
+    """Return whether run.resume of a resume before its first step names a checkpoint, and not only the run."""
     try:
         return (run_dir / RESUMING).read_text().endswith(_NAMED)
     except OSError:
@@ -188,10 +191,14 @@ def resumes_named_checkpoint(run_dir: Path) -> bool:
 
 
 def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
-    """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
+    """Set aside what the run wrote after the checkpoint: rename its files, and move lines of metrics.jsonl.
 
-    The new names contain the number of the lineage that ends, so that each resume keeps its own files. The number is
-    the largest that a file's name, a checkpoint or summary.json has, because the user may have deleted some of them.
+    The new names contain the number of the lineage that ends, so that each resume keeps its own files. That is the
+    largest number in any file's name, a checkpoint or summary.json, because the user may have deleted some of them.
+
+    Args:
+        saved: the state in the checkpoint.
+        is_named: run.resume names the checkpoint, and not only the run.
     """
     run_dir, version, summary = config.run_dir, saved.version, config.run_dir / "summary.json"
     told = json.loads(summary.read_text()).get("resumes", 0) if summary.is_file() else 0
@@ -223,7 +230,10 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
 def check_origin(config: Config, saved: TrainingState) -> None:
     """Check that a resume keeps the model that the run began with, and the scale of its adapters.
 
-    Nothing is checked if the config of the checkpoint `saved` is gone or can't be read.
+    Nothing is checked if the config of the checkpoint's lineage is missing or can't be read.
+
+    Args:
+        saved: the state in the checkpoint.
 
     Raises:
         ConfigError: another model.path would change the reference of the KL term; another model.lora.alpha would change
@@ -249,7 +259,7 @@ def check_origin(config: Config, saved: TrainingState) -> None:
 
 
 def undo_resume(run_dir: Path) -> None:
-    """Undo a resume that ended before its first step: put back the files that it set aside, and remove its own.
+    """Undo a resume that ended before its first step: restore the files that it set aside, and remove its own.
 
     A resume that has written a checkpoint is kept, with its config, even if it logged no step.
     """
@@ -262,7 +272,7 @@ def undo_resume(run_dir: Path) -> None:
 
 
 def config_file(run_dir: Path) -> Path:
-    """Return the file with the config of a resumed run: config.yaml, as `undo_resume` will leave it."""
+    """Return the file with the config of a run: what config.yaml will be after `undo_resume`."""
     own = run_dir / "config.yaml"
     marker = _read_marker(run_dir)
     if marker is None:
@@ -272,13 +282,13 @@ def config_file(run_dir: Path) -> Path:
 
 
 def kept_resumes(run_dir: Path) -> int:
-    """Return how often a run has been resumed, without a resume that `undo_resume` will undo."""
+    """Return how often a run has been resumed, not counting a resume that `undo_resume` will undo."""
     marker = _read_marker(run_dir)
     return marker.lineage if marker and not _has_gone_on(run_dir, marker) else _newest_lineage(run_dir)
 
 
 def _config_of(run_dir: Path, lineage: int) -> Config | None:
-    """Return the config of a lineage; None: its file was deleted, or this version of the program refuses it."""
+    """Return the config of a lineage; None if its file was deleted, or this version of the program refuses it."""
     is_newest = lineage == _newest_lineage(run_dir)
     try:
         return load_config(config_file(run_dir) if is_newest else run_dir / f"config.lineage_{lineage}.yaml")
@@ -287,7 +297,8 @@ def _config_of(run_dir: Path, lineage: int) -> Config | None:
 
 
 def _read_marker(run_dir: Path) -> _Marker | None:
-    """Return what RESUMING says; None: there is none, or a full disk cut it short before anything was set aside."""
+    """Return the content of RESUMING; None if there is none, or a full disk cut it short before anything was set aside.
+    """
     try:
         found = _MARKER.fullmatch((run_dir / RESUMING).read_text())
     except FileNotFoundError:
@@ -296,14 +307,14 @@ def _read_marker(run_dir: Path) -> _Marker | None:
 
 
 def _newest_lineage(run_dir: Path) -> int:
-    """Return how often the run has been resumed, also if what `lineage_of` counts was deleted."""
+    """Return how often the run has been resumed, even if the files that `lineage_of` counts were deleted."""
     return max([lineage_of(run_dir), *map(lineage_of_checkpoint, list_checkpoints(run_dir).values())])
 
 
 def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:
-    """Return whether a resume has made a checkpoint: the run continues from there, also if no step was logged.
+    """Return whether a resume has written a checkpoint. Then the run continues from it, even if no step was logged.
 
-    Later checkpoints that it has not set aside yet are of the lineage that ends, or of one before.
+    Other checkpoints after marker.version, which the resume has not set aside yet, belong to earlier lineages.
     """
     later = (folder for version, folder in list_checkpoints(run_dir).items() if version > marker.version)
     return any(lineage_of_checkpoint(folder) > marker.lineage for folder in later)
@@ -330,17 +341,18 @@ def _put_back(run_dir: Path, marker: _Marker) -> None:
 
 
 def _files_in_use(run_dir: Path) -> list[Path]:
-    """Return the files that a resumed run begins anew: the journal with its payload files, the trace and its plot."""
+    """Return the files that a resumed run starts anew: the journal with its payload files, the trace and its plot."""
     found = [*run_dir.glob("trajectories.*"), *run_dir.glob("timeline.*")]
     return [file for file in found if ".lineage_" not in file.name]
 
 
 def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
-    """Rename checkpoints and models newer than `version` to step_N.lineage_L: a resume from `checkpoint` discards them.
+    """Rename checkpoints and models newer than `version` to step_N.lineage_L, because a resume discards them.
 
-    No run resumes from a folder with such a name. Checkpoints that never became complete are removed.
+    No run resumes from a folder with such a name. Incomplete checkpoints are removed.
 
     Args:
+        checkpoint: the checkpoint from which the run resumes.
         lineage: L, the number of the lineage that ends with the resume.
     """
     for partial in checkpoint.parent.glob("step_*.partial"):
@@ -352,15 +364,15 @@ def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
 
 
 def later_models(run_dir: Path, version: int) -> list[Path]:
-    """Return the Hugging Face folders of versions above `version`, without those that a resume has set aside."""
+    """Return the Hugging Face folders of versions above `version`, except those that a resume has set aside."""
     found = ((NAME.fullmatch(folder.name), folder) for folder in (run_dir / MODELS).glob("step_*"))
     return [folder for name, folder in found if name and int(name[1]) > version]
 
 
 def check_newest(run_dir: Path) -> None:
-    """Raise ConfigError if a resume has set aside later checkpoints and has not come to its first step.
+    """Raise ConfigError if a resume that has not reached its first step has set aside later checkpoints.
 
-    It runs right now, and its first step discards them, or it was killed, and the next one takes them back.
+    If the resume is running, its first step discards them. If it was killed, the next one restores them.
     """
     suffix = resuming_suffix(run_dir)
     later = [folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")] if suffix else []
@@ -374,7 +386,7 @@ def check_newest(run_dir: Path) -> None:
 
 
 RESTORED = "log/restored"
-"""The metric, always 1, of a step whose record was taken from a checkpoint."""
+"""A metric, always 1, that marks a step whose record was restored from a checkpoint."""
 
 
 def missing_steps(logged: Sequence[Mapping[str, float | None]], version: int) -> list[int]:
@@ -386,11 +398,11 @@ def missing_steps(logged: Sequence[Mapping[str, float | None]], version: int) ->
 def restored_records(
     checkpoint: Path, steps: Sequence[int], logged: Sequence[Mapping[str, float | None]]
 ) -> list[dict[str, float | None]]:
-    """Return the records of the `steps` whose metrics the folder of a checkpoint has, in order.
+    """Return the records of those `steps` whose metrics the checkpoint's folder contains, in order.
 
-    They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` goes on
-    from the last record in `logged` by the time of each step. `time/since_first_step_s` is 0 at step 1, whose warm-up
-    counts in no time of the run, and missing at the others.
+    They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` continues
+    from the last record in `logged`, plus the time of each step. `time/since_first_step_s` is 0 at step 1, whose
+    warm-up counts in no time of the run, and missing at the others.
     """
     file = checkpoint / FILE_NAME
     lines = file.read_text().splitlines() if file.is_file() else []

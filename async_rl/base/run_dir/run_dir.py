@@ -1,4 +1,5 @@
-"""Creates and locks the directory of a run, and writes its config. resuming.py takes the directory of a resumed run."""
+"""Creates and locks the directory of a run, and writes its config. resuming.py prepares the directory of a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +23,18 @@ from async_rl.base.run_dir.files import whole_lines, write_whole
 
 _LOCK_FILE = ".lock"
 NEW_CONFIG = "config.resuming.yaml"
-"""The file with the config of a resume until its first step."""
+"""The file with the config of a resume until the resume's first step."""
 _ASKED_NAME = ".asked_name"
-"""The file with the run.name that was asked for: a directory gets a number if the name is taken."""
+"""The file with the original run.name: a directory gets a number if the name is taken."""
 INTERRUPTED = "interrupted"
-"""The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
+"""A key in the summary of a run that Ctrl-C or SIGTERM has ended."""
 
 
 @contextlib.contextmanager
 def open_new_run_dir(config: Config, decided: Decided) -> Iterator[Decided]:
-    """Create and lock the directory of a new run; yield `decided` with the run's name.
+    """A context that creates and locks the directory of a new run, and yields `decided` with the run's name.
 
-    If the block ends before a step is logged, the directory is removed, unless an error needs the logs to be
-    understood.
+    If the block ends before a step is logged, the directory is removed, unless its logs are needed to explain an error.
 
     Raises:
         ConfigError: the directory can't be created, or the disk has no file locks.
@@ -55,7 +55,7 @@ def open_new_run_dir(config: Config, decided: Decided) -> Iterator[Decided]:
 def new_run_dir(config: Config) -> Path:
     """Create a new run directory and return its path. If the name is taken, the next free number is added to it.
 
-    Two runs may do this at the same time.
+    Two runs may call it simultaneously.
 
     Raises:
         ConfigError: the directory can't be created.
@@ -74,7 +74,7 @@ def new_run_dir(config: Config) -> Path:
 
 
 def create_folder(folder: Path) -> None:
-    """Create the folder that run.dir and run.name give to several runs, if it is missing. ConfigError: it can't be."""
+    """Create a folder for several runs if it does not exist. ConfigError: it can't be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,24 +88,29 @@ def _uncreatable(folder: Path, error: OSError) -> ConfigError:
 
 
 def is_of_newest_end(summary: Mapping[str, Any], last_step: int, run_dir: Path) -> bool:
-    """Return whether a summary.json is of these steps: after it the run may have gone on, or back to a checkpoint."""
+    """Return whether a summary.json describes the run's present end. The run may have continued or gone back after it.
+
+    Args:
+        last_step: the last step in metrics.jsonl.
+    """
     steps, resumes = summary.get("steps"), lineage_of(run_dir)
     return isinstance(steps, int) and steps >= last_step and summary.get("resumes", resumes) >= resumes
 
 
 def write_config(config: Config) -> None:
-    """Write the run's config.yaml. A resumed run calls this at its first step or its end, and is not undone then."""
+    """Write the run's config.yaml. A resumed run calls this at its first step or its end; after that it is not undone.
+    """
     write_whole(config.run_dir / "config.yaml", config_text(config))
     remove_marker(config.run_dir)
 
 
 def config_text(config: Config) -> str:
-    """Return the content of config.yaml, which leaves out run.resume."""
+    """Return the content of config.yaml: the configuration without run.resume."""
     return dump_config(resolve(config, {"run.resume": ""}))
 
 
 def remove_marker(run_dir: Path) -> None:
-    """Remove what marks the directory of a resume that has made no step."""
+    """Remove the files that mark a directory as that of a resume before its first step."""
     for name in (RESUMING, NEW_CONFIG):
         (run_dir / name).unlink(missing_ok=True)
 
@@ -115,23 +120,25 @@ def numbered(config: Config, number: int) -> Path:
 
 
 def asked_name(run_dir: Path) -> str:
-    """Return the run.name for which a directory was made; "" if it does not say."""
+    """Return the run.name for which a directory was made; "" if that is not recorded."""
     file = run_dir / _ASKED_NAME
     return file.read_text() if file.is_file() else ""
 
 
 def _has_step(run_dir: Path) -> bool:
-    """Return whether metrics.jsonl holds a trained step; a new run that failed without one may be removed."""
+    """Return whether metrics.jsonl has a trained step. A new run that failed without one may be removed."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in whole_lines(metrics))
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a directory until the end of the block or of this process.
+    """A context in which this process has the lock of a directory.
+
+    Its end, or the end of the process, releases the lock.
 
     Raises:
-        ConfigError: another process holds the lock, the disk has no locks, or the directory can't be written.
+        ConfigError: another process has the lock, the disk has no locks, or the directory can't be written.
     """
     try:
         file = (run_dir / _LOCK_FILE).open("w")
@@ -147,7 +154,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def has_locked(file: TextIO) -> bool:
-    """Lock a file until it is closed; return whether that could be done, as no other process holds the lock.
+    """Try to lock a file until it is closed. Returns False if another process has the lock.
 
     Raises:
         ConfigError: the disk has no locks.
@@ -165,7 +172,7 @@ def has_locked(file: TextIO) -> bool:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a run in this directory is going on in another process. ConfigError: the disk has no locks."""
+    """Return whether another process is running a run in this directory. ConfigError: the disk has no locks."""
     file = run_dir / _LOCK_FILE
     if not file.is_file():
         return False

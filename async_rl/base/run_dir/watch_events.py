@@ -1,4 +1,4 @@
-"""The acts of a run's watcher, and a person's answers to its pauses, in files of the run directory.
+"""The actions of a run's watcher, and a person's answers to its pauses, in files of the run directory.
 
 A new run whose watcher only warns does not load this module.
 """
@@ -27,16 +27,16 @@ Kind = Literal["pause", "go-on", "rollback", "resumed", "stop", "ended"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchEvent:
-    """An act of the watcher, or a person's answer to a pause."""
+    """An action of the watcher, or a person's answer to a pause."""
 
     kind: Kind
-    """resumed: after a rollback, or from before a pause, the run has made a step or ended. ended: the pause came after
-    the last step."""
+    """resumed: the run has made a step or ended, after a rollback or from before a pause. ended: the pause came
+    after the last step."""
     version: int
     back_to: int
-    """The version before the trouble; of a rollback or a stop, its checkpoint."""
+    """The last version before the trouble. For a rollback or a stop: the version of the checkpoint that is used."""
     rules: tuple[str, ...] = ()
-    """The broken rules. After go-on they are accepted."""
+    """The broken rules. The answer go-on accepts them."""
     text: str = ""
     time_s: float = field(default_factory=time.time)
 
@@ -49,27 +49,30 @@ def read_events(run_dir: Path) -> list[WatchEvent]:
 
 
 def add_event(run_dir: Path, event: WatchEvent) -> None:
-    """Add an event to a run's events."""
+    """Append an event to a run's events."""
     events = [*read_events(run_dir), event]
     write_whole(run_dir / _FILE, "".join(json.dumps(asdict(each)) + "\n" for each in events))
 
 
 def newest_event(run_dir: Path, *kinds: Kind) -> WatchEvent | None:
-    """Return the newest event if it is of one of `kinds`. A newest pause has no answer yet."""
+    """Return the newest event if its kind is one of `kinds`, else None. If it is a pause, nobody has answered it yet.
+    """
     events = read_events(run_dir)
     return events[-1] if events and events[-1].kind in kinds else None
 
 
 def accepted_rules(run_dir: Path) -> set[str]:
-    """Return the rules that a person has accepted by going on."""
+    """Return the rules that a person has accepted with the answer go-on."""
     return {name for event in read_events(run_dir) if event.kind == "go-on" for name in event.rules}
 
 
 def rollbacks_of(resume: str) -> Decided:
-    """Return watch.rollbacks, and run.resume: the checkpoint of a rollback that has not made a step yet.
+    """Decide watch.rollbacks, the number of rollbacks so far, and run.resume of a resumed run.
+
+    If the newest event is a rollback that has not made a step yet, run.resume becomes its checkpoint.
 
     Args:
-        resume: run.resume as asked for. A checkpoint that it names stays.
+        resume: run.resume as the user gave it. If it names a checkpoint, it stays.
     """
     run_dir = run_dir_of(find_checkpoint(resume))
     rollbacks = sum(event.kind == "rollback" for event in read_events(run_dir))
@@ -80,7 +83,8 @@ def rollbacks_of(resume: str) -> Decided:
 
 
 def answer_pause(run_dir: Path, answer: Answer) -> None:
-    """Leave a person's answer for a run. ConfigError: it is not paused, or has nothing to go back to."""
+    """Write a person's answer for a paused run. ConfigError: the run is not paused, or has no checkpoint to go back to.
+    """
     pause = newest_event(run_dir, "pause")
     if pause is None:
         raise ConfigError(f"{run_dir} is not paused by its watcher: there is nothing to answer")
@@ -92,7 +96,7 @@ def answer_pause(run_dir: Path, answer: Answer) -> None:
 
 
 def take_answer(run_dir: Path) -> Answer | None:
-    """Return a person's answer, once."""
+    """Return a person's answer and delete it, so that it is returned only once; None if there is none."""
     file = run_dir / WATCH_ANSWER
     text = file.read_text() if file.is_file() else ""
     file.unlink(missing_ok=True)

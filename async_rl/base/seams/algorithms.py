@@ -9,12 +9,14 @@ from typing import Any
 from async_rl.base.seams.lookup import implementation
 
 Code = str | Callable[..., Any]
-"""A function or class, or its place as `module:name`."""
+"""A function or class, or its `module:name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """A rule that computes advantages from rewards. One of the five functions is set. k: rows padded to T tokens.
+    """A rule that computes advantages from rewards. Exactly one of the five functions is set.
+
+    The arrays [k, T] have k rows, padded to T tokens.
 
     of_group: rewards [G] of one group -> advantages [G], the same for each token of a row.
     of_group_and_lengths: (rewards [G], trained tokens [G] of each answer) -> advantages [G].
@@ -34,18 +36,19 @@ class Advantage:
     discounts: bool = False
     """Rewards are discounted, so algorithm.gamma may be below 1."""
     whitens: bool = False
-    """Advantages are always whitened over the batch's trained tokens, for which other rules need algorithm.whiten."""
+    """Advantages are always whitened over the batch's trained tokens. Other rules whiten only with algorithm.whiten."""
     carries_correction: bool = False
     """The advantages contain the truncated ratio to the behaviour policy already, so no correction is applied."""
     settings: Code | None = None
-    """The class of the function's settings, which stand under algorithm.params: see Loss.settings."""
+    """The class of the function's settings, set under algorithm.params: see Loss.settings."""
     reads_ratios: bool = True
-    """`of_tokens` reads the log ratios. If it does not, the critic may be trained before the policy's pass, so that the
-    activations of the two are not in memory at the same time."""
+    """`of_tokens` reads the log ratios. If it does not, the critic may be trained before the policy's forward
+    pass, so that the activations of the two are not in memory simultaneously."""
     aggregations: tuple[str, ...] = ()
-    """The only values of algorithm.aggregation that the rule fits; empty: all."""
+    """The values of algorithm.aggregation that work with the rule; empty: all."""
     has_traces: bool = False
-    """A reward reaches earlier tokens by the product of lam * min(1, rho), which the metric `vtrace/reach` reports."""
+    """A reward reaches earlier tokens with the factor lam * min(1, rho) per token, which the metric
+    `vtrace/reach` reports."""
 
     @property
     def needs_critic(self) -> bool:
@@ -64,20 +67,21 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss of the policy. `function` maps LossInputs to LossOutput, which learner/algorithms/losses.py describes."""
+    """A loss of the policy. `function` maps LossInputs to LossOutput: see learner/algorithms/losses.py."""
 
     function: Code
     needs_heads: bool = False
-    """The loss reads `LossInputs.heads`: the logprobs of all ids that each token was drawn from, the sampler's too. So
-    rollout.top_p, top_k or min_p must leave tokens out, and algorithm.old_logprobs be rollout."""
+    """The loss reads `LossInputs.heads`: the logprobs of all ids in each token's support, by the learner and by
+    the sampler. So rollout.top_p, top_k or min_p must leave tokens out, and algorithm.old_logprobs must be rollout."""
     needs_row_advantage: bool = False
-    """All tokens of a row must have one advantage: no critic, no discount, no penalty on single tokens, and no returns
-    of an environment's episodes, whose turns have rewards of their own."""
+    """All tokens of a row must have the same advantage: no critic, no discount, no penalty on single tokens, and
+    no returns of an environment's episodes, whose turns have their own rewards."""
     aggregations: tuple[str, ...] = ()
-    """The only values of algorithm.aggregation that the loss works with; empty: all."""
+    """The values of algorithm.aggregation that work with the loss; empty: all."""
     settings: Code | None = None
-    """A class with the decorator `section("algorithm.params")` of async_rl.base.config.section. Its fields are settings
-    under algorithm.params, and the function gets an instance of it as the argument `settings`. None: there are none."""
+    """A class with the decorator `section("algorithm.params")` of async_rl.base.config.section. Its fields are
+    settings under algorithm.params, and the function gets an instance of it as the argument `settings`. None: no
+    settings."""
 
     def load(self) -> Callable[..., Any]:
         return implementation(self.function, "algorithm.loss")
@@ -85,7 +89,9 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A rule that computes the importance weight of each token, which algorithm.correction then clamps to [floor, cap].
+    """A rule that computes the importance weight of each token.
+
+    algorithm.correction then clamps the weights to [floor, cap].
 
     function: (log rho [N], advantages [N], trained [N] bool, rows [N] index of each token's row, number of
         rows) -> weights [N] of N tokens; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
@@ -93,11 +99,11 @@ class Correction:
 
     function: Code
     is_applied: bool = True
-    """The weights multiply the loss. False: they only serve to report `offpolicy/truncated_fraction`."""
+    """The weights multiply the loss. False: they are only used for the metric `offpolicy/truncated_fraction`."""
     reads_advantages: bool = False
     """The weights depend on the advantages, so they can't be normalised before the losses are computed."""
     settings: Code | None = None
-    """The class of the function's settings, which stand under algorithm.params: see Loss.settings."""
+    """The class of the function's settings, set under algorithm.params: see Loss.settings."""
 
     def load(self) -> Callable[..., Any]:
         return implementation(self.function, "algorithm.correction.kind")

@@ -1,4 +1,4 @@
-"""The tables of rollout engines and weight transports, whose entries declare what each can do."""
+"""The tables of rollout engines and weight transports. Their entries declare what each can do."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from typing import Any
 from async_rl.base.seams.lookup import implementation
 
 Code = str | Callable[..., Any]
-"""A class or function, or its place as `module:name`."""
+"""A class or function, or its `module:name`."""
 UPDATE_POLICIES = ("in_place", "retract", "drain", "abort")
 """The values of weight_sync.on_update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
-    """A rollout engine: its code and its abilities. rollout_server/engines/base.py describes the code."""
+    """A rollout engine: its code and its features. rollout_server/engines/base.py describes the code."""
 
     open: Code
-    """(config, index in config.server_names, folder for its logs) -> `Engine` that is not started yet."""
+    """(config, index in config.server_names, folder for its logs) -> an `Engine` that is not started yet."""
     open_admin: Code
-    """(config, base URL of a server) -> `ServerAdmin`, with which the learner pauses, updates and resumes it."""
+    """(config, base URL of a server) -> a `ServerAdmin`, with which the learner pauses, updates and resumes the server.
+    """
     update_policies: tuple[str, ...]
     """The values of weight_sync.on_update under which every token's version is right."""
     receives: tuple[str, ...]
-    """How a server can take new weights, one or several ways; a transport delivers in one of them.
+    """The ways in which a server can receive new weights, at least one. A transport uses one of them.
 
-    nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder.
-    """
+    nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder."""
     staging: tuple[str, ...] = ()
-    """The values of weight_sync.double_buffer, besides none, with which a server takes new weights while it samples."""
+    """The values of weight_sync.double_buffer, besides none, with which a server can receive weights while it samples.
+    """
     rebuilds_weights: bool = False
-    """A server makes whole weights of the parcels of a compact push (weight_sync.lora adapter, weight_sync.delta)."""
+    """A server can make whole weights from the parcels of a compact push (weight_sync.lora adapter, weight_sync.delta).
+    """
     quantises_by: tuple[str, ...] = ()
-    """Flags of the server's program with which its weights have fewer bits than those that a push brings."""
+    """Flags of the server's program that give its weights fewer bits than the pushed ones have."""
     releases_memory: bool = False
-    """A server can free the memory of weights and KV cache while the learner uses the GPU that they share."""
+    """A server can free the memory of weights and KV cache while the learner uses the GPU that both share."""
     max_tensor_parallel: int = 1
     """The largest placement.rollout.tp; 0: no limit."""
     attaches_to_url: bool = False
@@ -46,29 +48,30 @@ class EngineEntry:
     computes_in_worker: bool = False
     """The model runs in the worker's own process, not in a process that the engine starts."""
     sets_flags: tuple[str, ...] = ()
-    """Flags of the server's program that the engine sets and relies on: they must not be in rollout.server_args."""
+    """Flags of the server's program that the engine sets itself, so rollout.server_args must not have them."""
     forbids_tokens: bool = False
-    """It can exclude tokens from sampling (rollout.forbid_special_tokens), with logprobs of what is left."""
+    """The engine can exclude tokens from sampling (rollout.forbid_special_tokens); logprobs are then over the others.
+    """
     records_support: bool = False
-    """It gives the ids that each token was drawn from where rollout.top_p, top_k or min_p leave some out, and logprobs
-    over them (GenerationRequest.wants_support)."""
+    """The engine can record each token's support, the ids it was drawn from, if rollout.top_p, top_k or min_p
+    leave some out, with logprobs over them (GenerationRequest.wants_support)."""
     records_routing: bool = False
-    """Its replies have the experts of each token (rollout.routing), where the model has some."""
+    """The engine can record the experts of each token (rollout.routing), if the model has some."""
     parses_tool_calls: bool = False
-    """A server has the parsers of tool calls that rollout.tool_parser names, at SGLang's /parse_function_call."""
+    """A server has SGLang's parsers of tool calls (rollout.tool_parser), at /parse_function_call."""
     packages: tuple[str, ...] = ()
-    """Python packages that the engine needs and that are not requirements of this project."""
+    """Python packages that the engine needs in addition to the requirements of this project."""
     python: str = ""
-    """The Python that runs the engine's servers and has `packages`, if they need an environment of their own; relative
+    """The default Python of the engine's servers, if `packages` need a separate environment. The path is relative
     to the project's folder."""
     open_chat: Code | None = None
-    """(config, name, file for its log, port or 0 for a free one) -> a `ServerProcess` of judge.path, not started yet,
-    that answers chats in OpenAI's protocol below /v1. None: the engine's servers don't."""
+    """(config, name, file for its log, port or 0 for a free one) -> a `ServerProcess` for judge.path, not started
+    yet, that answers chats in OpenAI's protocol below /v1. None: the engine's servers don't support that."""
     settings: Code | None = None
-    """A class with the decorator `section("rollout.params")` of async_rl.base.config.section. Its fields are settings
-    under rollout.params, and `config.rollout.settings` is an instance of it. None: there are none."""
+    """A class with the decorator `section("rollout.params")` of async_rl.base.config.section. Its fields are
+    settings under rollout.params, and `config.rollout.settings` is an instance of it. None: no settings."""
     refuses_model: Code | None = None
-    """(config) -> a sentence that says why a server can't serve the model in model.path, or "". None: it serves all."""
+    """(config) -> why a server can't serve the model in model.path, as a sentence, or "". None: it can serve any."""
 
     def load(self) -> Callable[..., Any]:
         return implementation(self.open, "rollout.engine")
@@ -82,14 +85,18 @@ class EngineEntry:
         return implementation(self.open_chat, "judge.engine")
 
     def server_python(self, chosen: str) -> str:
-        """Return the path of the Python that runs the engine's servers: `chosen` (rollout.python), or else `python`.
+        """Return the path of the Python that runs the engine's servers: rollout.python, or else the entry's `python`.
 
-        A link is not followed: an environment's Python finds its packages by the place of the link.
+        Symbolic links are not resolved: a virtual environment's Python finds its packages by the link's own path.
+
+        Args:
+            chosen: the value of rollout.python, perhaps "".
         """
         return os.path.abspath(chosen or Path(__file__).parents[3] / self.python)
 
     def why_model_refused(self, config: object) -> str:
-        """Return a sentence that says why the engine can't serve the model in model.path, or "". Takes no second."""
+        """Return why the engine can't serve the model in model.path, as a sentence, or "". It takes less than a second.
+        """
         return str(implementation(self.refuses_model, "rollout.engine")(config)) if self.refuses_model else ""
 
 
@@ -98,27 +105,29 @@ class TransportEntry:
     """A weight transport: its code and where it works. async_rl/base/weights/transport.py describes the code."""
 
     open: Code
-    """(config, `Members`, rank, device) -> `Transport`."""
+    """(config, `Members`, rank, device) -> a `Transport`."""
     delivers: str
-    """How servers get the weights; one of the engine's `receives`."""
+    """How servers get the weights: one of the ways in an engine's `receives`."""
     devices: tuple[str, ...]
-    """The types of devices that the learner's weights may be on: cpu, cuda."""
+    """The types of devices on which the learner's weights may be: cpu, cuda."""
     needs_one_device: bool = False
-    """Each server must share its GPU with a learner rank, or all one host without GPUs; network.host is on loopback."""
+    """Each server must share its GPU with a learner rank, or all share one host without GPUs; network.host is on
+    loopback."""
     needs_own_gpus: bool = False
-    """Each learner rank and each server must have a GPU that no other uses."""
+    """Each learner rank and each server must have a GPU for itself."""
     settings: Code | None = None
     """A class with the decorator `section("weight_sync.params")` of async_rl.base.config.section. Its fields are
-    settings under weight_sync.params, and the transport has an instance of it as `settings`. None: there are none."""
+    settings under weight_sync.params, and the transport has an instance of it as `settings`. None: no settings."""
     stages: bool = False
-    """The weights travel through a network, so that servers that can stage them need not stand still meanwhile."""
+    """Weights are sent through a network, so servers that can stage them need not pause meanwhile."""
     carries_parcels: bool = False
-    """Rank 0 alone sends, in the transport's `dtype`, so that the parcels of a compact push travel as weights do."""
+    """Only rank 0 sends, in the transport's `dtype`, so that parcels of a compact push can be sent like weights."""
     connects_late: bool = False
-    """Processes connect only when the first weights are sent. So version 0 is pushed before the first question, though
-    the servers have loaded it: a network that does not work shows at the start, and not in the first step's pause."""
+    """Processes connect only when the first weights are sent. So version 0 is pushed before the first question,
+    although servers have loaded it: a network that does not work is found at the start, and not in the first step's
+    pause."""
     writes_files: bool = False
-    """The weights are written to two model folders in the run directory."""
+    """The transport writes the weights to two model folders in the run directory."""
 
     def load(self) -> Callable[..., Any]:
         return implementation(self.open, "weight_sync.transport")
@@ -199,19 +208,19 @@ TRANSPORTS: dict[str, TransportEntry] = {
         carries_parcels=True,
     ),
 }
-"""The weight transports; weight_sync.transport: auto tries them in this order."""
+"""The weight transports. For weight_sync.transport auto they are tried in this order."""
 
 
 def working_transports(
     engines: Collection[EngineEntry], device_type: str, *, one_device: bool, own_gpus: bool
 ) -> list[str]:
-    """Return the names of the TRANSPORTS that work with `engines`, in order: the first is what `auto` stands for.
+    """Return the names of the TRANSPORTS that work with all `engines`, in order. `auto` stands for the first.
 
     Args:
-        device_type: type of the device that holds the learner's weights, cpu or cuda; empty: it is not known.
+        device_type: the type of the device with the learner's weights, cpu or cuda; empty: not known.
         one_device: each server shares its GPU with a learner rank, or all share one host without GPUs, and network.host
             is on loopback.
-        own_gpus: each learner rank and each server has a GPU that no other uses.
+        own_gpus: each learner rank and each server has a GPU for itself.
     """
     return [
         name for name, transport in TRANSPORTS.items()

@@ -1,4 +1,4 @@
-"""Looks up what a configuration names: table entries, `module:name` of the user, extras, documentation pages."""
+"""Finds what a configuration names: table entries, the user's `module:name`, extras, documentation pages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from async_rl.base.errors import ConfigError, raised_at
 
 OWN_PACKAGES = ("async_rl", "buffer", "learner", "rollout_server")
 PROJECT = str(Path(__file__).parents[3])
-"""The folder with OWN_PACKAGES."""
+"""The folder that contains OWN_PACKAGES."""
 _OF_A_CHECKOUT = (*OWN_PACKAGES, "benchmarks", "tests")
 _SENT = "py_modules_files"
-"""The folder on a host where Ray puts the modules that it has carried there."""
+"""The folder on a host into which Ray puts the modules that it has copied there."""
 
 
 def check_module_names() -> None:
-    """Raise ConfigError if a module of the user has the name of one of our packages."""
+    """Raise ConfigError if a module of the user has the same name as one of our packages."""
     if Path("async_rl", "__init__.py").is_file():  # a checkout of this project
         return
     for name in OWN_PACKAGES:
@@ -35,13 +35,17 @@ def check_module_names() -> None:
 
 
 def own_file(module: str) -> Path | None:
-    """Return the file of the working directory that the user means by `module`, a name without dots, or None."""
+    """Return the file in the working directory for the user's `module`, a name without dots; None if there is none."""
     files = (Path(f"{module}.py").absolute(), Path(module, "__init__.py").absolute())
     return next((file for file in files if file.is_file()), None)
 
 
 def check_not_hidden(module: str, key: str) -> None:
-    """Raise ConfigError if Python has imported another module than the user's `module`, a name without dots."""
+    """Raise ConfigError if Python has imported another module than the user's `module`, a name without dots.
+
+    Args:
+        key: the configuration key that names it, for the error.
+    """
     own = None if module in OWN_PACKAGES else own_file(module)
     found = getattr(sys.modules[module], "__file__", None) or "Python itself"
     if own and os.path.realpath(found) != os.path.realpath(own) and _SENT not in found:
@@ -49,7 +53,7 @@ def check_not_hidden(module: str, key: str) -> None:
 
 
 def modules_to_send() -> list[str]:
-    """Return the .py files and packages in the working directory, which the run's other hosts get."""
+    """Return the .py files and packages in the working directory, which are copied to the run's other hosts."""
     here = Path.cwd()
     ours = _OF_A_CHECKOUT if here.samefile(PROJECT) else ()
     modules = [each for each in here.iterdir() if each.suffix == ".py" or (each / "__init__.py").is_file()]
@@ -57,7 +61,7 @@ def modules_to_send() -> list[str]:
 
 
 def find_sent_modules_first() -> None:
-    """Have this process find the modules that Ray has carried here before modules of this host's working directory."""
+    """Make this process find modules that Ray has copied here before those in this host's working directory."""
     sys.path.sort(key=lambda folder: _SENT not in folder)
 
 
@@ -65,7 +69,10 @@ Entry = TypeVar("Entry")
 
 
 def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
-    """Return the entry of `table` named `name`, the value of the configuration key `key`, or import `module:name`.
+    """Return the entry `name` of a table. If `name` is `module:name`, import an entry of the user's.
+
+    Args:
+        name: the value of the configuration key `key`.
 
     Raises:
         ConfigError: there is no such entry, or the imported object is not of the class of the table's entries.
@@ -87,13 +94,16 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 
 def import_object(name: str, key: str) -> Any:
-    """Import and return the object that `name`, the value of `key`, names as `module:name`.
+    """Import and return the object `module:name`.
 
     Modules are found as Python finds them, and in the working directory last.
 
+    Args:
+        name: the value of the configuration key `key`.
+
     Raises:
-        ConfigError: `name` has another form, the module can't be imported, it is not the one in the working directory,
-            or it does not define the object.
+        ConfigError: `name` is malformed, the module can't be imported, it is not the one in the working directory, or
+            it does not define the object.
     """
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(module_name.split(".")):
@@ -116,7 +126,7 @@ def import_object(name: str, key: str) -> Any:
 
 
 def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Return the function or class that an entry's `code` is, or import the one that it names as `module:name`.
+    """Return the function or class of an entry's field: `code` itself, or if it is `module:name`, the imported object.
 
     Raises:
         ConfigError: `code` can't be imported; the message names the configuration key `key`.
@@ -130,25 +140,29 @@ EXTRAS = {
     "reasoning-gym": ("reasoning_gym",),
     "tensorboard": ("tensorboardX",),
 }
-"""The modules that each extra of pyproject.toml installs for the code of this project."""
+"""For each extra of pyproject.toml: the modules that this project uses from it."""
 
 
 def lacking(extra: str) -> str:
-    """Return what of an extra is not installed and how to install it, as a sentence's end; "" if nothing lacks."""
+    """Return what of an extra is not installed and how to install it, as a sentence's end; "" if nothing is missing."""
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     return f"needs {', '.join(missing)}, not installed here. Run: pip install 'async-rl[{extra}]'" if missing else ""
 
 
 def check_extra(extra: str, user: str) -> None:
-    """Raise a ConfigError that begins with `user`, what can't work without the extra, if it is not installed."""
+    """Raise ConfigError if an extra is not installed.
+
+    Args:
+        user: what needs the extra; the message begins with it.
+    """
     if text := lacking(extra):
         raise ConfigError(f"{user} {text}")
 
 
 def doc_page(name: str) -> str:
-    """Return the path of a page: docs/NAME in the repository; where async-rl is installed from a wheel, its file there.
+    """Return the path of a documentation page: docs/NAME in the repository, or its file in an installed wheel.
 
-    The wheel holds the pages in async_rl/docs, which is a link to docs in the repository.
+    The wheel has the pages in async_rl/docs, which in the repository is a link to docs.
     """
     in_repository, in_wheel = Path(PROJECT, "docs", name), Path(PROJECT, "async_rl", "docs", name)
     return str(in_wheel) if in_wheel.exists() and not in_repository.exists() else f"docs/{name}"

@@ -1,6 +1,6 @@
-"""The certificate of a run: on which axes the logprobs of engine and learner are exact, bounded or broken, and by what.
+"""The certificate of a run: on which axes the logprobs of engine and learner are exact, bounded or broken, and why.
 
-It reads the figures of the metrics `parity/...`, whose docstring (learner/algorithms/parity.py) defines them.
+It reads the metrics `parity/...`, which learner/algorithms/parity.py defines.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ CERTIFYING = (
     "weight_sync.verify_every=1", "weight_sync.every_steps=1", "algorithm.filter_zero_variance=false",
     "eval.every_steps=0", "checkpoint.every_steps=0",
 )
-"""Settings of the run of `async-rl certify`: no token is stale, and every push is verified."""
+"""Settings for the run of `async-rl certify`: no token is stale, and every push is verified."""
 ERRORS = 4.0
-"""A mean ratio or a slope is beyond its limit only if it is so by this many standard errors."""
+"""A mean ratio or a slope counts as beyond its limit only if it exceeds the limit by this many standard errors."""
 WRONG_SUPPORTS = 0.01
-"""The largest share of tokens with a wrong support: at the border of top_p engine and learner round differently."""
+"""The largest allowed share of tokens with a wrong support; engine and learner round differently at the border of
+top_p."""
 CHANGED_EXPERTS = {32: 1e-3, 16: 0.25}
-"""[bits] the largest share of choices of experts that differ at equal weights: ties, and in bfloat16 near ties."""
+"""The largest allowed share of expert choices that differ at equal weights (ties; near ties in bfloat16), by bits
+of the learner's type."""
 EXPLAINED = 0.25
-"""A slope is one of the temperature if it explains at least this share of the variance of d."""
+"""A slope counts as one of the temperature if it explains at least this share of the variance of d."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityLimits:
-    """The largest differences of sound runs, in nats but for ratio and slope."""
+    """The largest differences that sound runs have. They are in nats, except ratio and slope."""
 
     mean: float
     p99: float
     largest: float
     ratio: float
-    """Of the mean ratio from 1."""
+    """The limit for |mean ratio - 1|."""
     slope: float
 
 
@@ -44,13 +46,13 @@ LIMITS = {
     32: ParityLimits(mean=2e-5, p99=2e-5, largest=1e-4, ratio=2e-5, slope=1e-5),
     16: ParityLimits(mean=0.02, p99=0.1, largest=math.inf, ratio=2e-3, slope=1e-3),
 }
-"""[bits of the learner's compute type] sound tiny models with SGLang and transformers on CPUs reach a tenth to a half.
-"""
+"""The limits by bits of the learner's compute type. Sound tiny models with SGLang and transformers on CPUs reach
+a tenth to a half of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityAxis:
-    """What is known of one way in which engine and learner may differ."""
+    """The finding on one way in which engine and learner may differ."""
 
     name: str
     state: State
@@ -58,7 +60,11 @@ class ParityAxis:
 
 
 def certificate(figures: Values) -> list[ParityAxis]:
-    """Return the axes of a run, from the figures of its metrics by key."""
+    """Return the findings on all axes.
+
+    Args:
+        figures: the figures of the run's metrics, by key.
+    """
     return [_weights(figures), _precision(figures), _support(figures), _routing(figures), _old_kv(figures)]
 
 
@@ -82,7 +88,11 @@ def _precision(figures: Values) -> ParityAxis:
 
 
 def find_fault(figures: Values, tokens: float, limits: ParityLimits) -> str:
-    """Return what is wrong with the tokens of the axis `precision`, in words; "" if they are within the limits."""
+    """Return a description of what is wrong on the axis `precision`; "" if all figures are within the limits.
+
+    Args:
+        tokens: the number of tokens measured.
+    """
     f = {name: figures[f"parity/precision/{name}"] for name in _NAMES}
     is_far = f["mean_abs"] > limits.mean or f["p99_abs"] > limits.p99 or f["max_abs"] > limits.largest
     if is_far and _routing(figures).state == "broken":
@@ -109,7 +119,7 @@ def find_fault(figures: Values, tokens: float, limits: ParityLimits) -> str:
 
 
 def _is_selected(figures: Values) -> bool:
-    """Return whether groups were dropped or came before others, which may have chosen answers of more likely tokens."""
+    """Return whether some groups were dropped or came before others, which would favour answers with likely tokens."""
     drops = [key for key in figures if key.startswith("buffer/dropped_") and key.count("/") == 1]
     return any(figures[key] > 0 for key in drops) or figures.get("staleness/max") != 0
 
@@ -162,7 +172,7 @@ def is_broken(axes: list[ParityAxis]) -> bool:
 
 
 def format_certificate(axes: list[ParityAxis]) -> str:
-    """Return the page, a line for each axis."""
+    """Return the certificate as text, with a line for each axis."""
     width = max(len(axis.name) for axis in axes)
     lines = [f"{axis.name:<{width}}  {axis.state:<12}  {axis.finding}\n" for axis in axes]
     return "certificate: logprobs of engine and learner at equal weights\n" + "".join(lines)

@@ -1,4 +1,4 @@
-"""Examples: a few rows of each batch, which learner rank 0 reports and wandb shows as a table."""
+"""Example answers: a few rows of each batch, which learner rank 0 reports and wandb shows as a table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from async_rl.base.types import Batch
 
 ROWS_A_STEP = 4
 MAX_TOKENS = 4096
-"""A prompt or an answer is cut after so many tokens."""
+"""Prompts and answers are cut after this many tokens."""
 COLUMNS = ("step", "group", "row", "prompt", "response", "reward", "staleness", "tokens", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One answer of a trained batch with its prompt, an example for the table in wandb."""
+    """An answer of a trained batch with its prompt, for the table in wandb."""
 
     step: int
     group_id: int
@@ -36,7 +36,10 @@ class Example:
 
 
 def choose_examples(batch: Batch) -> tuple[Example, ...]:
-    """Return one answer of each of ROWS_A_STEP groups spread over the batch; another number in the group each step."""
+    """Return one answer from each of ROWS_A_STEP groups, spread over the batch.
+
+    Each step takes another answer of a group.
+    """
     chosen = []
     for place in np.unique(np.linspace(0, len(batch.groups) - 1, ROWS_A_STEP).round().astype(int)).tolist():
         group = batch.groups[place]
@@ -60,9 +63,9 @@ def choose_examples(batch: Batch) -> tuple[Example, ...]:
 
 
 class ExampleTable:
-    """Turns examples into a table with the columns COLUMNS.
+    """Converts examples to table rows with the columns COLUMNS.
 
-    The texts need the file tokenizer.json of the model folder; without it they are token ids.
+    The texts need the file tokenizer.json of the model folder. Without it, token ids are shown.
     """
 
     def __init__(self, model_path: str) -> None:

@@ -1,4 +1,4 @@
-"""Metrics: declared where they are computed, reduced within a step, and put together over several steps.
+"""Metrics: declared where they are computed, reduced within a step, and combined over several steps.
 
     Metric("reward/mean", 0.5, by=EPISODES)                 a mean; over steps each answer counts the same
     Metric("push/bytes", 8e6, "sum")                        a sum, within the step and over steps
@@ -9,9 +9,9 @@ driver keeps its declaration in the run directory, one line for each key:
 
     metric_declarations.jsonl    {"key": "reward/mean", "over_steps": "mean", "by": "batch/episodes", "unit": ""}
 
-The figure of several steps is computed here alone, for the last table of a run, summary.json, the page, reports and
-wandb's summary. A mean has weights, because steps differ: the plain mean of a share of time over steps of 0.4 s and 9 s
-says nothing about the run.
+The figure of a metric is its value over several steps. Only this file computes it, for the last table of a run,
+summary.json, the page, reports and wandb's summary. A mean has weights, because steps differ: the plain mean of a share
+of time over steps of 0.4 s and 9 s says nothing about the run.
 
     figure = sum(value * weight) / sum(weight)    over the steps that measured the metric
 """
@@ -38,16 +38,16 @@ TOKENS = "batch/response_tokens"
 GROUPS = "rollout/groups"
 ENDED_EPISODES = "episode/ended"
 DECLARATIONS = "metric_declarations.jsonl"
-"""The name of the file of declarations in a run directory."""
+"""The name of the file with declarations in a run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """How the values of one metric at several steps become one number, and their unit."""
+    """How the values of a metric at several steps are combined to one number, and its unit."""
 
     over_steps: OverSteps = "mean"
     by: str = ""
-    """For a mean, the metric whose value is the weight of a step; if it is empty, all steps count the same."""
+    """For a mean: the metric whose value is the weight of a step. Empty: all steps have equal weight."""
     unit: str = ""
 
 
@@ -55,7 +55,7 @@ class Declaration:
 class Metric:
     """One measured value, with the declaration of its metric.
 
-    Several values of one key become one: those of a step by `reduce`, and those of many steps by `over_steps`.
+    Several values with one key are combined: those of a step by `reduce`, those of several steps by `over_steps`.
     """
 
     key: str
@@ -63,12 +63,11 @@ class Metric:
     value: float
     reduce: Reduction = "mean"
     weight: float = 1.0
-    """What the value counts in the mean of a step."""
+    """The weight of the value in the mean of a step."""
     over_steps: OverSteps | None = None
-    """None: as `reduce`."""
+    """None: the same as `reduce`."""
     by: str = ""
-    """What a step counts in a mean over steps: the value of the metric with this key. Empty: all steps count the same.
-    """
+    """The metric whose value is the weight of a step in a mean over steps. Empty: all steps have equal weight."""
     unit: str = ""
 
     @property
@@ -82,10 +81,10 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """Return {key: value} of all metrics, reduced by `Metric.reduce`; a mean of total weight 0 is left out.
+    """Return {key: value} of all metrics, reduced by `Metric.reduce`. A mean with total weight 0 is left out.
 
     Raises:
-        ValueError: two metrics with one key differ in their reduction.
+        ValueError: two metrics with one key have different reductions.
     """
     by_key: dict[str, list[Metric]] = {}
     for metric in metrics:
@@ -103,7 +102,7 @@ def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
 
 
 def folded(metrics: Sequence[Metric]) -> list[Metric]:
-    """Return one metric for each key, which stands for all of that key: reduced with later ones they give the same.
+    """Combine metrics to one per key. Reduced with later metrics, it gives the same as all the original ones.
 
     A mean may differ by a rounding error.
     """
@@ -117,7 +116,7 @@ def folded(metrics: Sequence[Metric]) -> list[Metric]:
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
     """Return one record for each step of a `metrics.jsonl`, in order. Lines of one step are merged; later values win.
 
-    A last line without a line end, which a crash leaves, is skipped.
+    An incomplete last line, which a crash leaves, is skipped.
     """
     steps: dict[int, dict[str, float | None]] = {}
     for line in _whole_lines(Path(path)):
@@ -127,9 +126,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
 
 
 def read_declarations(run_dir: Path) -> dict[str, Declaration]:
-    """Return the declaration of each metric of a run by key; the last line of a key counts.
+    """Return the declarations of a run's metrics by key. If a key has several lines, the last one counts.
 
-    A metric without a line is a plain mean over steps, see `Figures`. All are, in a directory without the file.
+    A metric without a line is a plain mean over steps, see `Figures`. Without the file, all metrics are.
     """
     file = run_dir / DECLARATIONS
     found = {}
@@ -141,10 +140,10 @@ def read_declarations(run_dir: Path) -> dict[str, Declaration]:
 
 
 class DeclarationFile:
-    """The declarations of a run's metrics: a line is added to the file when a metric is new, or is declared otherwise.
+    """The file with the declarations of a run's metrics. A new or changed declaration adds a line.
 
     Args:
-        resumes: keep the declarations that are there; else the file begins anew.
+        resumes: keep the existing lines. If false, the file starts empty.
     """
 
     def __init__(self, run_dir: Path, *, resumes: bool) -> None:
@@ -154,7 +153,7 @@ class DeclarationFile:
         write_whole(self._path, _as_lines(self.known))  # without a half line that a crash has left
 
     def add(self, metrics: Iterable[Metric]) -> None:
-        """Write the lines of the metrics that are not in the file yet."""
+        """Write a line for each metric whose declaration is not in the file yet."""
         new = {each.key: each.declaration for each in metrics if self.known.get(each.key) != each.declaration}
         if new:
             self.known |= new
@@ -167,12 +166,13 @@ def _as_lines(declared: Mapping[str, Declaration]) -> str:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file, without a last one that has no line end."""
+    """Return the lines of a file, without an incomplete last one."""
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 class Figure:
-    """The figure of one metric over the steps that `add` was given. If no step has a weight, all count the same."""
+    """The figure of one metric: its value over all steps passed to `add`. If no step has a weight, all count the same.
+    """
 
     __slots__ = ("_how", "_number", "_total", "_values", "_weight", "_weighted")
 
@@ -184,7 +184,7 @@ class Figure:
         """The values that the median needs, or the one value that is the largest, the smallest or the last."""
 
     def add(self, value: float, weight: float | None = 1.0) -> None:
-        """Add the value of one step; `weight` None: the step has not measured the metric that weighs it."""
+        """Add the value of one step. `weight` is None if the step has not measured the metric that gives weights."""
         self._number += 1
         match self._how:
             case "mean" | "sum":
@@ -197,7 +197,7 @@ class Figure:
                 self._values[:] = [_REDUCTIONS[how]([*self._values, value])]
 
     def value(self) -> float:
-        """Return the figure; `add` must have been called before."""
+        """Return the figure. `add` must have been called before."""
         if self._values:
             return statistics.median(self._values)
         if self._how == "sum":
@@ -210,13 +210,13 @@ class Figure:
 
 
 class Figures:
-    """The figures of all metrics over the steps that `add` was given. Only a median keeps a number for each step.
+    """The figures of all metrics over the steps passed to `add`. Only a median stores a number for each step.
 
     The first step that a process logs includes the warm-up. A sum, mean or median leaves it out, unless no other step
     measured the metric.
 
     Args:
-        declared: by key; a metric that is missing in it is a plain mean. It may grow.
+        declared: the declarations by key. A metric without one is a plain mean. It may grow later.
     """
 
     def __init__(self, declared: Mapping[str, Declaration]) -> None:
@@ -225,7 +225,7 @@ class Figures:
         self._warming_up: dict[str, Figure] = {}
 
     def add(self, record: Mapping[str, float | None]) -> None:
-        """Add the record of one step; a value that is None was not measured."""
+        """Add the record of one step. A value of None was not measured."""
         warms_up = is_warm_up(record)
         for key, value in record.items():
             if value is not None and key != "step":
@@ -236,26 +236,34 @@ class Figures:
                 figure.add(value, record.get(declared.by) if declared.by else 1.0)
 
     def get(self, key: str) -> float | None:
-        """Return the figure of a metric, or None if it was not measured."""
+        """Return the figure of a metric; None if it was not measured."""
         figure = self._measured.get(key) or self._warming_up.get(key)
         return figure.value() if figure else None
 
     def total(self, key: str) -> float:
-        """Return the sum of a mean or a sum over the steps, without those that include a warm-up."""
+        """Return the sum of a metric's values over all steps except warm-up steps.
+
+        It must be declared as a mean or sum.
+        """
         figure = self._measured.get(key)
         return figure.total if figure else 0.0
 
     def all(self) -> dict[str, float]:
-        """Return the figure of every metric that was measured, by key."""
+        """Return the figures of all measured metrics, by key."""
         return {key: figure.value() for key, figure in (self._warming_up | self._measured).items()}
 
 
 PLAIN = Declaration()
-"""The declaration of a metric that has none, as in a run directory without the file: a mean over the steps."""
+"""The default declaration, used if a run directory has none for a metric: a mean over steps."""
 
 
 def over_steps(records: Iterable[Mapping[str, float | None]], declared: Mapping[str, Declaration]) -> Figures:
-    """Return the figures of several steps, given as their records in metrics.jsonl, in order."""
+    """Return the figures over several steps.
+
+    Args:
+        records: the steps' records in metrics.jsonl, in order.
+        declared: the declarations by key.
+    """
     figures = Figures(declared)
     for record in records:
         figures.add(record)
@@ -263,14 +271,14 @@ def over_steps(records: Iterable[Mapping[str, float | None]], declared: Mapping[
 
 
 def is_warm_up(record: Mapping[str, float | None]) -> bool:
-    """Return whether a step is the first that a process logs, which includes the warm-up, given its record."""
+    """Return whether a step includes the warm-up, because it is the first that a process logs. Takes its record."""
     return record.get("time/since_first_step_s") == 0.0
 
 
 def trained_tokens(record: Mapping[str, float | None]) -> float:
-    """Return the number of tokens that a step has trained on, given its record.
+    """Return the number of tokens that a step was trained on. Takes its record.
 
-    Tokens that are masked as too old don't count, and no token of a batch that algorithm.skip_batch_kl left out.
+    Tokens masked as too old don't count, nor does any token of a batch that algorithm.skip_batch_kl left out.
     """
     if record.get("policy/skipped_batches"):
         return 0.0
@@ -278,11 +286,16 @@ def trained_tokens(record: Mapping[str, float | None]) -> float:
 
 
 def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:
-    """Return when each step ended, in seconds since the end of the first step, given their records in metrics.jsonl.
+    """Return when each step ended, in seconds since the end of the first step.
 
-    `time/since_first_step_s` begins again at 0 where a run went on from a checkpoint. Here the time goes on from there,
-    without that step, which includes a warm-up. A step that was restored from a checkpoint lacks it, but for step 1,
-    and has its own time. So the last value is `seconds` of summary.json.
+    The last value is `seconds` of summary.json.
+
+    `time/since_first_step_s` restarts at 0 when a run resumes from a checkpoint. Here the time continues, without that
+    step, which includes a warm-up. A step restored from a checkpoint lacks this metric, except step 1; its own duration
+    counts instead.
+
+    Args:
+        records: the steps' records in metrics.jsonl.
     """
     seconds, before_s, newest_s = [], 0.0, 0.0
     for record in records:

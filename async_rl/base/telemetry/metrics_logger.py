@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class MetricsLogger:
-    """Writes metrics to `run_dir/metrics.jsonl` and the console, and with the same keys to trackers that are on.
+    """Writes metrics to `run_dir/metrics.jsonl`, to the console, and with the same keys to the trackers that are on.
 
     The file has one JSON object per line; a value that is not finite is written as null, as JSON has no NaN. An
     existing file is replaced, or with run.resume continued. Only one thread may use a logger.
@@ -65,23 +65,30 @@ class MetricsLogger:
             self._trackers = [tracker for tracker in opened if tracker]
 
     def reduce(self, metrics: Sequence[Metric]) -> dict[str, float]:
-        """Return {key: value} of all metrics of a step or an evaluation, and keep their declarations with the run."""
+        """Return {key: value} of all metrics of a step or an evaluation, and store their declarations with the run."""
         self._declarations.add(metrics)
         return reduce_metrics(metrics)
 
     def log(self, step: int, values: dict[str, float], examples: Sequence[Example] = ()) -> None:
-        """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
+        """Write and print the metrics of a finished step.
+
+        Args:
+            examples: example answers of the step. Only wandb gets them.
+        """
         self._write({"step": step, **self._written_at("time"), **values}, examples)
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
     def log_eval(self, version: int, values: dict[str, float]) -> None:
-        """Write the metrics of an evaluation as a line of its own, because it may end after its step was written."""
+        """Write and print the metrics of an evaluation.
+
+        They have their own line, because the step's line may be written already.
+        """
         self._write({"step": version, **self._written_at("eval"), **values})
         self.note(format_step(version, self._steps, values))
 
     def begin_lineage(self) -> None:
-        """Note that a resume is not undone any more: TensorBoard then hides the steps that it discards."""
+        """Tell the trackers that a resume will not be undone any more. TensorBoard then hides the steps it discards."""
         for tracker in self._trackers:
             tracker.begin_lineage()
 
@@ -90,7 +97,7 @@ class MetricsLogger:
         self._write({key: math.nan if value is None else value for key, value in record.items()})
 
     def log_late(self, version: int, metrics: Sequence[Metric]) -> None:
-        """Write metrics that arrived after the line of their step, as a line of its own with keys `late/...`."""
+        """Write metrics that arrived after the line of their step. They get their own line, with keys `late/...`."""
         late = [replace(metric, key=f"late/{metric.key}", over_steps="last") for metric in metrics]
         self._write({"step": version, **self.reduce(late)})
 
@@ -114,7 +121,7 @@ class MetricsLogger:
             tracker.log(record)
 
     def _written_at(self, path: str) -> dict[str, float]:
-        """Return the metric of when the next line is written, in seconds of all the time that the run has trained."""
+        """Return a metric of the present time, in seconds that the run has trained, for the next line."""
         written_at_s = round(time.monotonic() - self._started_s, 3)
         return self.reduce([Metric(f"{path}/written_at_s", written_at_s, "last", unit="s")])
 
@@ -143,8 +150,8 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
     """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured.
 
-    After held-out results come the results on each source of prompts and of each reward, where there are several.
-    Where held-out accuracy and reward differ, the mean rewards of right and of wrong answers say why.
+    If there are several sources of prompts or several rewards, held-out results are followed by the result for each. If
+    held-out accuracy and reward differ, the mean rewards of right and of wrong answers explain why.
     """
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
     parts = [text.format(*(values[key] for key in keys)) + by_name(values, keys[0]) for keys, text in measured]
@@ -162,19 +169,19 @@ MOST_NAMES = 8
 
 
 def on_sources(values: Mapping[str, float], key: str) -> dict[str, float]:
-    """Return the results on each source of held-out prompts, by its name, of the metric `key`; {} if it has none."""
+    """Return the values of metric `key` on each source of held-out prompts, by the source's name; {} without any."""
     prefix = _ON_SOURCE.get(key, "\n")
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def of_rewards(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean held-out score of each of task.rewards by its name, without what they log besides."""
+    """Return the mean held-out score of each of task.rewards, by name, without further numbers that they log."""
     named = {key.removeprefix(_OF_REWARD): value for key, value in values.items() if key.startswith(_OF_REWARD)}
     return {name: value for name, value in named.items() if "/" not in name}
 
 
 def by_name(values: Mapping[str, float], key: str) -> str:
-    """Return the results by name that belong to the metric `key` as ` (a 0.500, b 0.250)`, or nothing."""
+    """Return the values of metric `key` by source and reward, as ` (a 0.500, b 0.250)`; "" if there are none."""
     parts = [on_sources(values, key), of_rewards(values) if key == "eval/reward" else {}]
     told = ""
     for part in filter(None, parts):
@@ -185,7 +192,7 @@ def by_name(values: Mapping[str, float], key: str) -> str:
 
 
 def named_results(values: Mapping[str, float]) -> dict[str, float]:
-    """Return all results by name, each under its words in a summary, such as `accuracy on gsm8k`."""
+    """Return all results by source and reward, under their labels in a summary, such as `accuracy on gsm8k`."""
     found = {f"accuracy on {name}": value for name, value in on_sources(values, "eval/accuracy").items()}
     found |= {f"reward on {name}": value for name, value in on_sources(values, "eval/reward").items()}
     return found | {f"reward {name}": value for name, value in of_rewards(values).items()}
@@ -212,7 +219,7 @@ _SUMMARY_ROWS = (
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Return the `summary` of a run as text: a line for each value that was measured, the certificate, the alarms."""
+    """Return the summary of a run as text: a line for each measured value, the certificate, the alarms."""
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
     held_out = summary.get("held_out", {}).items()
@@ -230,7 +237,7 @@ def format_summary(summary: Mapping[str, Any]) -> str:
 
 
 def _next_commands(summary: Mapping[str, Any]) -> str:
-    """Return the lines that say where the trained model is and what to do with it; none without a run directory."""
+    """Return the lines that say where the trained model is and what to do with it; "" without a run directory."""
     if not (folder := summary.get("run_dir")):
         return ""
     return f"\nThe model is in {folder}/model. Next:\n  async-rl eval {folder}/model\n  async-rl view {folder}\n"

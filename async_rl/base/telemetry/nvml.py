@@ -1,7 +1,7 @@
-"""Utilisation of the GPUs that CUDA shows to this process, by NVIDIA's management library (NVML).
+"""Utilisation of the GPUs visible to this process, measured by NVIDIA's management library (NVML).
 
-Samples are independent of the timeline's. NVML reports the share of time when any kernel ran, which does
-not say how much of the GPU the kernel used.
+These samples are independent of the timeline. NVML reports the share of time in which any kernel ran, which does not
+say how much of the GPU the kernel used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERVAL_S = 0.5
 
 
 class GpuSampler:
-    """Reads, in a thread, the utilisation of the GPUs that CUDA shows to this process every INTERVAL_S seconds.
+    """Measures, in a thread, the utilisation of the GPUs visible to this process, every INTERVAL_S seconds.
 
     Without an NVIDIA driver or the package nvidia-ml-py there are no samples.
     """
@@ -34,7 +34,7 @@ class GpuSampler:
             threading.Thread(target=self._run, name=f"{pool} NVML", daemon=True).start()
 
     def drain(self) -> tuple[Sample, ...]:
-        """Return the samples since the last call, each the mean over all devices at one instant, and forget them."""
+        """Return the samples since the last call, each the mean over all devices at one instant, and delete them."""
         with self._lock:
             samples, self._samples = tuple(self._samples), []
         return samples
@@ -48,14 +48,14 @@ class GpuSampler:
                 self.read()
 
     def read(self) -> None:
-        """Read the utilisation of all devices once, and keep their mean for `drain`."""
+        """Measure the utilisation of all devices once, and store their mean for `drain`."""
         percent = [self._nvml.nvmlDeviceGetUtilizationRates(device).gpu for device in self._devices]
         with self._lock:
             self._samples.append(Sample(self._pool, "gpu", time.monotonic(), sum(percent) / len(percent) / 100))
 
 
 def _open_devices() -> tuple[Any, list[Any]]:
-    """Return (pynvml module, its handles of the visible GPUs); (None, []) without the package, a driver or a GPU."""
+    """Return (module pynvml, its handles of the visible GPUs); (None, []) without the package, a driver or a GPU."""
     try:
         import pynvml
     except ImportError:
@@ -68,10 +68,10 @@ def _open_devices() -> tuple[Any, list[Any]]:
 
 
 def _visible_uuids() -> list[str]:
-    """Return the UUIDs of the GPUs that CUDA shows to this process, as NVML spells them.
+    """Return the UUIDs of the GPUs visible to this process, as NVML spells them.
 
-    CUDA itself is asked, because its ordinals are not NVML's indices: CUDA_VISIBLE_DEVICES selects devices, and without
-    CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA counts the fastest one first. Asking creates no context on a device.
+    It asks CUDA itself, because CUDA's ordinals are not NVML's indices: CUDA_VISIBLE_DEVICES selects devices, and
+    without CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA counts the fastest one first. Asking creates no context on a device.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

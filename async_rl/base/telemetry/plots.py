@@ -1,4 +1,4 @@
-"""Plots a run's learning curve from its metrics.jsonl, and the timeline of its pools."""
+"""Plots a run's learning curve from its metrics.jsonl, and its timeline."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 """Okabe-Ito colours, which people with a colour vision deficiency can also distinguish."""
 
 Series = tuple[list[float], list[float], list[float]]
-"""The steps of a metric, its values at these steps, and their weights in a mean over steps."""
+"""(the steps at which a metric was measured, its values, their weights in a mean over steps)."""
 
 CURVES = (
     "reward/mean", "eval/accuracy", "staleness/max", "staleness/mean", "utilisation/learner", "utilisation/rollout"
 )  # fmt: skip
-"""The metrics in the plot of the learning curve."""
+"""The metrics shown in the learning curve."""
 
 
 def plot_learning_curve(run_dir: str | Path) -> Path | None:
     """Write `run_dir/learning_curve.png`; returns its path, or None if neither reward nor accuracy was measured.
 
-    The panels show, over the step: reward and held-out accuracy; staleness; utilisation of learner and rollout.
+    Its panels show, over the steps: reward and held-out accuracy; staleness; utilisation of learner and rollout.
     """
     from matplotlib.figure import Figure  # without pyplot, whose backend and figures are those of the user's process
 
@@ -61,15 +61,15 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
 
 
 def plain(text: str) -> str:
-    """Return a text of the user for a plot; two dollar signs would else be the marks of mathematics."""
+    """Return a user's text for a plot, with dollar signs escaped; two of them would mark mathematics."""
     return text.replace("$", r"\$")
 
 
 def smooth(values: Sequence[float], weights: Sequence[float], span: int) -> list[float]:
-    """Return the exponential moving average of weight 2 / (span + 1) on the newest value, corrected for start bias.
+    """Return the exponential moving average with weight 2 / (span + 1) on the newest value, corrected for start bias.
 
     Args:
-        weights: what each value counts, e.g. the time of its step; at least 0.
+        weights: the weight of each value, e.g. the time of its step; at least 0.
     """
     alpha = 2 / (span + 1)
     total = seen = 0.0
@@ -102,7 +102,7 @@ def _draw_staleness(axes: Axes, maximum: Series, mean: Series, span: int) -> Non
 
 
 def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, label: str) -> None:
-    """Draw the values of a series in a pale colour, and over them their moving average in bold."""
+    """Draw the values of a series in a pale colour, and their moving average over them in bold."""
     steps, values, weights = series
     if span > 1:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
@@ -110,7 +110,11 @@ def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, la
 
 
 def _series(records: Sequence[Mapping[str, float | None]], key: str, by: str) -> Series:
-    """Return a metric with the values of the metric `by` as weights; if there are none, every step has weight 1."""
+    """Return the series of the metric `key`.
+
+    Args:
+        by: the metric whose values are the weights. If it was not measured, every step has weight 1.
+    """
     measured = [(record, value) for record in records if (value := record.get(key)) is not None]
     weights = [record.get(by) or 0.0 for record, _ in measured]
     if not any(weights):
@@ -135,7 +139,7 @@ def plot_timeline(
 
     Args:
         spans: all spans of the run, or those since it was resumed.
-        busy: [pool] busy share over all these steps, which is written beside the pool's lane.
+        busy: each pool's busy share over all these steps, which is written next to its lane.
         step_ends_s: end of each learner step; the first step is start-up and is not drawn.
         first_step: the number of the first of these steps, above 1 in a resumed run.
     """
@@ -177,6 +181,6 @@ def plot_timeline(
 
 
 def _x_label(first: int, last: int, is_resumed: bool) -> str:
-    """Return the label that names the first and the last step of a plot, and the steps of the busy shares beside it."""
+    """Return the label with the first and the last step of a plot, and the steps covered by the busy shares."""
     of_shares = "all steps since the resume" if is_resumed else "whole run"
     return f"seconds; learner steps {first} to {last}, ends dotted (busy shares: {of_shares})"

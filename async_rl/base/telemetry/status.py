@@ -1,6 +1,6 @@
 """The status of a run, which the driver writes to `run_dir/status.json` and `async-rl status` prints.
 
-It has each process's activity, the process that it waits on, and since when.
+For each process it has the activity, the process that it waits for, and since when.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from async_rl.base.run_dir.files import write_whole
 
 NORMAL_END = "ended normally"
 INTERRUPTED_END = "interrupted"
-"""It is followed by the command that resumes the run, if there is a checkpoint."""
+"""The note on an interrupted run. The command that resumes the run follows, if there is a checkpoint."""
 RUNNING = "running"
 PAUSED = "paused"
-"""The note on a run that its watcher has paused begins with this word."""
+"""The first word of the note on a run that its watcher has paused."""
 STALE_S = 30.0
-"""A running driver writes the status more often than this."""
+"""If the status is older than this, the driver has stopped writing it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The activity of one process at one moment: its work, on whom it waits, since when, and for how long at most."""
+    """The activity of one process at one moment: what it does, what it waits for, since when, and its time limit."""
 
     process: str = ""
     host: str = ""
@@ -37,11 +37,11 @@ class Status:
     since_s: float
     """time.monotonic() at the start of the activity."""
     told_s: float = field(default_factory=time.monotonic)
-    """time.monotonic() at the report, by the clock of the same host, which differs from other hosts' clocks."""
+    """time.monotonic() at the report. Both times are from the same host's clock; other hosts' clocks differ."""
     limit_s: float = 0.0
     """The time limit of the wait; 0: the process does not wait."""
     about: str = ""
-    """Anything else that is worth knowing of the process, such as how its rewards contain programs."""
+    """Further information on the process, such as the sandbox of its rewards."""
 
     @property
     def waited_s(self) -> float:
@@ -54,7 +54,7 @@ def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: s
 
     Args:
         note: the state of the whole run: `running`, `paused` and why, or how it ended.
-        alarms: the alarms of the run in words; empty: there was none.
+        alarms: a description of the run's alarms; empty: there were none.
     """
     told = {"note": note, "alarms": alarms, "time_s": time.time()}
     saved = told | {"processes": [asdict(status) for status in statuses]}
@@ -62,7 +62,7 @@ def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: s
 
 
 def goes_on(note: str) -> bool:
-    """Return whether a run with this note in its status had not ended when it was written."""
+    """Return whether a note in a status says that the run has not ended."""
     return note == RUNNING or note.startswith(PAUSED)
 
 
@@ -70,8 +70,8 @@ def state_of(note: str, age_s: float) -> str:
     """Return the state of a run: `ended`, `running`, `paused`, or `stopped writing` if its driver was killed or hangs.
 
     Args:
-        note: the note in its status.
-        age_s: seconds since that was written.
+        note: the note in the run's status.
+        age_s: seconds since the status was written.
     """
     if not goes_on(note):
         return "ended"
@@ -79,10 +79,10 @@ def state_of(note: str, age_s: float) -> str:
 
 
 def format_status(run_dir: Path) -> str:
-    """Return the status of a run as text: while it runs, a table with one line for each process.
+    """Return the status of a run as text. While the run goes on, it has a table with one line for each process.
 
     Raises:
-        ConfigError: the folder has no status.json that can be read.
+        ConfigError: the folder has no readable status.json.
     """
     try:
         saved = json.loads((run_dir / "status.json").read_text())
@@ -121,6 +121,6 @@ def format_status(run_dir: Path) -> str:
 
 
 def _known(entry: dict[str, Any]) -> Status:
-    """Return the activity of a process as it was saved, without what only a newer version of this program tells."""
+    """Return a saved activity as a Status, without fields that only a newer version of this program writes."""
     names = {each.name for each in fields(Status)}
     return Status(**{name: value for name, value in entry.items() if name in names})

@@ -7,10 +7,11 @@ processes of a host.
 The definition of busy, for measurements and predictions:
     learner   the rank computes an update
     rollout   at least one group is in flight (granted, and not yet in the buffer), and no push delays it
-    eval      a held-out evaluation is going on, and no push delays it
-The occupancy of a busy rollout pool, its running requests over its slots, is a Sample and not a state.
+    eval      a held-out evaluation is running, and no push delays it
+The occupancy of a busy rollout pool, its running requests divided by its slots, is a Sample and not a state.
 
-The driver maps the times of other hosts to its own clock by `HostClocks`, and writes all to a file by `ChromeTrace`.
+The driver maps the times of other hosts to its own clock by `HostClocks`, and writes everything to a file by
+`ChromeTrace`.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ PRIORITY: tuple[State, ...] = ("sync", "eval", "checkpoint", "busy", "wait_weigh
 """When spans of one pool overlap, an instant counts as the first of these states."""
 
 RESTART = "restart"
-"""The name of the span, in the state `other`, of a rollout server that is lost and started again."""
+"""The name of the span, in the state `other`, in which a lost rollout server is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time [start_s, end_s) with `pool` in one state; `name` says its activity, if not empty."""
+    """An interval [start_s, end_s) in which `pool` is in one state. `name` describes the activity, or is empty."""
 
     pool: str
     state: State
@@ -63,7 +64,7 @@ class Sample:
 
 
 class Timeline:
-    """Collects the spans of one pool; safe to use from many threads and coroutines."""
+    """Collects the spans of one pool. It may be used from many threads and coroutines."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -73,7 +74,7 @@ class Timeline:
 
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
-        """Record the time of the `with` block as a span of this pool, also if the block raises."""
+        """A context whose time is recorded as a span of this pool, even if it raises."""
         entry = (state, name, time.monotonic())
         with self._lock:
             self._open.append(entry)
@@ -85,27 +86,27 @@ class Timeline:
             self.add(state, entry[2], time.monotonic(), name)
 
     def now(self) -> tuple[State, str, float]:
-        """Return state, name and start of the innermost open `span`; `other`, now, if none is open."""
+        """Return (state, name, start) of the innermost open `span`; if none is open, ("other", "", now)."""
         with self._lock:
             return self._open[-1] if self._open else ("other", "", time.monotonic())
 
     def add(self, state: State, start_s: float, end_s: float, name: str = "") -> None:
-        """Record a span. `end_s` is not before `start_s`."""
+        """Record a span. `end_s` must not be before `start_s`."""
         span = Span(self._pool, state, start_s, end_s, name)
         with self._lock:
             self._spans.append(span)
 
     def drain(self) -> tuple[Span, ...]:
-        """Return the spans recorded since the last call, and forget them."""
+        """Return the spans recorded since the last call, and delete them."""
         with self._lock:
             spans, self._spans = tuple(self._spans), []
         return spans
 
 
 class Usage:
-    """The share of a window of time that each pool spent in each state, and the mean of each kind of sample in it.
+    """For a window of time: the share that each pool spent in each state, and the mean of each kind of sample.
 
-    Time that no span covers is `other`, and PRIORITY decides where spans overlap. So the shares of a pool add up to 1.
+    Time without a span counts as `other`. Where spans overlap, PRIORITY decides. So the shares of a pool add up to 1.
     """
 
     def __init__(self) -> None:
@@ -118,10 +119,13 @@ class Usage:
     def add(
         self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float, pools: Iterable[str] = ()
     ) -> Self:
-        """Add the time [start_s, end_s), with start_s < end_s, to the window; returns this object.
+        """Extend the window by the time [start_s, end_s), with start_s < end_s; returns this object.
 
-        `spans` are cut to that time, and `samples` outside of it are left out. A pool whose spans are all outside of
-        that time was in the state `other`, and so were the `pools` without a span.
+        `spans` are cut to that time; `samples` outside it are left out. A pool whose spans are all outside that time
+        was in the state `other`.
+
+        Args:
+            pools: further pools, which were in the state `other` if they have no span.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
@@ -142,7 +146,7 @@ class Usage:
         return self
 
     def shares(self) -> dict[str, dict[State, float]]:
-        """Return {pool: {state: share of the window}}, with every state, and the pools in the order of their names."""
+        """Return {pool: {state: share of the window}}, with every state, and pools sorted by name."""
         shares: dict[str, dict[State, float]] = {}
         for pool, spent_s in sorted(self._spent_s.items()):
             rest_s = max(0.0, self._window_s - sum(spent_s.values()))  # rounding may make it negative
@@ -152,11 +156,11 @@ class Usage:
         return shares
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics of utilisation. The kind of a pool is the part of its name before `/`.
+        """Return the metrics of utilisation. A pool's kind is the part of its name before `/`.
 
-        `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean
-        share of every other state, `utilisation/total` the mean busy share over all pools. `<name>/<kind>` is the mean
-        of all samples with that name in the pools of a kind.
+        `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean share
+        of another state, `utilisation/total` the mean busy share over all pools. `<name>/<kind>` is the mean of all
+        samples with that name in the kind's pools.
         """
         shares = self.shares()
         values: dict[str, float] = {}
@@ -174,7 +178,7 @@ class Usage:
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:
     """Yield the states of one pool over [start_s, end_s) as (state, from, to), without gap or overlap.
 
-    Where spans overlap, the first state in PRIORITY counts; time without a span is `other`.
+    Where spans overlap, the first state in PRIORITY counts. Time without a span is `other`.
     """
     edges: list[tuple[float, int, State]] = []
     for span in spans:
@@ -197,12 +201,13 @@ def _kind(pool: str) -> str:
 
 
 REPORTS_COMPARED = 600
-"""The quickest of so many last reports of a host tells the difference of the clocks: a few minutes' reports."""
+"""The number of a host's last reports, a few minutes' worth, of which the quickest gives the difference of the clocks.
+"""
 
 
 @cache
 def clock_id() -> str:
-    """Return a name for the monotonic clock of this process; two processes with the same name have the same clock."""
+    """Return a name for this process's monotonic clock. Two processes with the same name have the same clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -211,10 +216,10 @@ def clock_id() -> str:
 
 
 class HostClocks:
-    """Maps the times of other hosts' monotonic clocks to this process's clock.
+    """Converts times of other hosts' monotonic clocks to this process's clock.
 
-    A report takes some time on its way, hence arrival - sending is above the difference of the clocks, least so for
-    the quickest report.
+    A report takes some time to arrive, so arrival - sending exceeds the difference of the clocks, by least for the
+    quickest report.
     """
 
     def __init__(self) -> None:
@@ -224,8 +229,8 @@ class HostClocks:
         """Return the seconds to add to times of `clock` to get times of this process's clock.
 
         Args:
-            clock: the `clock_id` of the process that sent a report, which arrives now.
-            sent_s: its time.monotonic() when it made the report.
+            clock: the `clock_id` of the process whose report arrives now.
+            sent_s: that process's time.monotonic() when it made the report.
         """
         if clock == clock_id():
             return 0.0
@@ -241,7 +246,7 @@ class ChromeTrace:
     """A file of Trace Event JSON that is written during the run, one event per line, so that events need no memory.
 
     In the trace each pool is a process. Its spans are distributed over threads (lanes) so that spans of one thread do
-    not overlap, because a trace viewer draws only nested slices. Its samples are counters.
+    not overlap, because a trace viewer draws only nested slices. Samples are counters.
 
     Args:
         origin_s: time.monotonic() at the start of the trace's clock; no span starts earlier.
@@ -260,7 +265,10 @@ class ChromeTrace:
         """[pool, name] the last value of the counter."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample]) -> None:
-        """Write spans and samples to the file, without samples that repeat a value: a counter keeps its value."""
+        """Write spans and samples to the file.
+
+        Samples that repeat a value are left out, because a counter keeps its value.
+        """
         for span in sorted(spans, key=lambda span: (span.pool, span.start_s, span.end_s)):
             start_us, end_us = self._microseconds(span.start_s), self._microseconds(span.end_s)
             ends_us = self._lanes.setdefault(span.pool, [])
@@ -283,7 +291,7 @@ class ChromeTrace:
         return self._microseconds(time_s) / 1e6
 
     def spans(self) -> Iterator[Span]:
-        """Read all spans written so far back from the file; their times are on the clock of the trace."""
+        """Read back all spans written so far. Their times are on the clock of the trace."""
         self._file.flush()
         pools = {pid: pool for pool, pid in self._pids.items()}
         with self._path.open(encoding="utf-8") as file:
@@ -293,7 +301,7 @@ class ChromeTrace:
                     yield Span(pools[e["pid"]], e["cat"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["name"])
 
     def close(self) -> None:
-        """Write the order of the pools and the names of the lanes, which complete the file, and close it."""
+        """Complete the file with the order of the pools and the names of the lanes, and close it."""
         for index, pool in enumerate(sorted(self._pids), 1):
             self._write("M", pool, name="process_sort_index", args={"sort_index": index})
             for lane in range(len(self._lanes.get(pool, ()))):

@@ -1,4 +1,4 @@
-"""Sends metrics to wandb, trackio and TensorBoard, whose failures can not end a run."""
+"""Sends metrics to wandb, trackio and TensorBoard. Their failures do not end a run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from async_rl.base.telemetry.metrics import Figures
 
 
 class Tracker:
-    """Passes metrics to the run object of a tracking library.
+    """Sends metrics to the run object of a tracking library.
 
-    After the first failure, which `note` reports, nothing more is passed on.
+    After the first failure, which is reported by `note`, nothing more is sent.
     """
 
     library: ClassVar[str]
@@ -42,7 +42,7 @@ class Tracker:
         self._failed = False
 
     def begin_lineage(self) -> None:
-        """Note that a resume has made its first step, or has come to the end of the run, and is not undone any more."""
+        """Called when a resume has made its first step or reached the end of the run, and will not be undone."""
 
     def close(self) -> None:
         """End the run at the tracking library."""
@@ -62,17 +62,18 @@ REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 TABLE_EVERY_S = 10.0
-"""The least time between two tables of examples, as each is a file; a table holds the examples of all steps since."""
+"""The least time between two tables of examples, because each is a file. A table has the examples of all steps since.
+"""
 SUMMARY_EVERY_S = 10.0
-"""The least time between two summaries, as each has every metric."""
+"""The least time between two summaries, because each has every metric."""
 
 Mode = Literal["online", "offline", "disabled"]
 
 
 def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> WandbRun | None:
-    """Return the wandb run that `logging.wandb` asks for, or None if it is off or can't start.
+    """Return the wandb run for logging.wandb, or None if wandb is off or can't start.
 
-    If wandb is offline or off although the user asked for more, `note` gets the reason.
+    If wandb is offline or off although the user wanted more, `note` gets the reason.
     """
     mode, why = choose_mode(config.logging.wandb)
     if why:
@@ -110,7 +111,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
 
 
 class WandbRun(Tracker):
-    """Passes the metrics of a run to wandb. `close` waits FINISH_TIMEOUT_S for uploads; `wandb sync` sends the rest."""
+    """Sends the metrics of a run to wandb. `close` waits FINISH_TIMEOUT_S for uploads; `wandb sync` sends the rest."""
 
     library = "wandb"
 
@@ -128,10 +129,10 @@ class WandbRun(Tracker):
     def log(
         self, record: dict[str, float], examples: Sequence[Example] = (), figures: Figures | None = None
     ) -> None:
-        """Pass on a record, and examples in tables with the key `examples`, at most one in TABLE_EVERY_S.
+        """Send a record, and the examples in a table with the key `examples`, at most once in TABLE_EVERY_S.
 
         Args:
-            figures: the figures of all steps so far, which wandb's summary shows after SUMMARY_EVERY_S and at the end.
+            figures: the figures of all steps so far. wandb's summary shows them every SUMMARY_EVERY_S and at the end.
         """
         if self._failed:
             return
@@ -165,9 +166,9 @@ class WandbRun(Tracker):
 
 
 def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tuple[Mode, str]:
-    """Return (mode, why): wandb's mode for a value of `logging.wandb`, and why that is less than was asked for (or "").
+    """Return (wandb's mode for a value of logging.wandb, why that is less than the user wanted, or "").
 
-    `auto` is off if wandb is missing or the user has no key; what should be online is offline without a connection.
+    `auto` is off if wandb is missing or the user has no key. Without a connection, online becomes offline.
     """
     if asked == "disabled" or (asked == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
         return "disabled", ""
@@ -218,9 +219,9 @@ FLUSH_EVERY_S = 10
 
 
 def open_tensorboard_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> TensorboardRun | None:
-    """Return the writer that `logging.tensorboard` asks for, or None if it is off or not installed.
+    """Return the TensorBoard writer for logging.tensorboard, or None if it is off or not installed.
 
-    If the user asked for it and it is not installed, `note` gets the reason.
+    If it is on but not installed, `note` gets the reason.
     """
     if not config.logging.tensorboard:
         return None
@@ -235,8 +236,10 @@ def open_tensorboard_run(config: Config, run_dir: Path, note: Callable[[str], No
 
 
 def _open_writer(folder: Path, first_step: int) -> Any:
-    """Return a SummaryWriter to a new file in `folder`, which has TensorBoard hide what the files before it hold from
-    `first_step` on, the first of a resume; 0: of a new run.
+    """Return a SummaryWriter to a new file in `folder`.
+
+    Args:
+        first_step: the first step of a resume: TensorBoard hides what earlier files have from it on. 0: a new run.
     """
     from tensorboardX import SummaryWriter
 
@@ -246,11 +249,11 @@ def _open_writer(folder: Path, first_step: int) -> Any:
 
 
 class TensorboardRun(Tracker):
-    """Passes the metrics of a run to a SummaryWriter. A resumed run adds a file to the same folder.
+    """Sends the metrics of a run to a SummaryWriter. A resumed run adds a file to the same folder.
 
     Args:
         open_writer: returns the SummaryWriter. It is called by `begin_lineage`, because a resume that is undone must
-            not hide the steps that the run then has again. Records before that, as of an evaluation, wait for it.
+            not hide the steps that the run then has again. Earlier records, such as an evaluation's, wait for it.
     """
 
     library = "tensorboard"
@@ -265,7 +268,7 @@ class TensorboardRun(Tracker):
             self._attempt(self._begin)
 
     def log(self, record: Mapping[str, float]) -> None:
-        """Write a record, whose key `step` is the step; values that are not finite are left out."""
+        """Write a record. Its key `step` is the step; values that are not finite are left out."""
         self._attempt(lambda: self._write(record))
 
     def close(self) -> None:
@@ -287,9 +290,9 @@ class TensorboardRun(Tracker):
 
 
 def open_trackio_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> TrackioRun | None:
-    """Return the trackio run that `logging.trackio` asks for, or None if it is off, not installed or does not start.
+    """Return the trackio run for logging.trackio, or None if it is off, not installed or does not start.
 
-    If the user asked for it and it is off, `note` gets the reason.
+    If the user wanted it and it is off, `note` gets the reason.
     """
     if not config.logging.trackio:
         return None
@@ -315,11 +318,11 @@ def open_trackio_run(config: Config, run_dir: Path, note: Callable[[str], None])
 
 
 class TrackioRun(Tracker):
-    """Passes the metrics of a run to trackio."""
+    """Sends the metrics of a run to trackio."""
 
     library = "trackio"
 
     def log(self, record: Mapping[str, float]) -> None:
-        """Pass on a record, whose key `step` is the step; values that are not finite are left out."""
+        """Send a record. Its key `step` is the step; values that are not finite are left out."""
         values = {key: value for key, value in record.items() if key != "step" and math.isfinite(value)}
         self._attempt(lambda: self._run.log(values, step=int(record["step"])))

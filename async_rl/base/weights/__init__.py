@@ -1,9 +1,9 @@
-"""The weight plane: moves weights from the learner's ranks into every running rollout server.
+"""Weight pushes: moves weights from the learner's ranks into every running rollout server.
 
     publisher.py         a push: its states, the recovery from dead servers, the verification
     members.py           the servers that get it, and calls to all of them
-    server_admin.py      what each server can be asked for (the seam of an engine)
-    transport.py         how the bytes travel (the seam of a transport); buckets
+    server_admin.py      the operations of one server (the seam of an engine)
+    transport.py         how the bytes are sent (the seam of a transport); buckets
     broadcast.py         transports nccl and gloo, both halves
     cuda_ipc.py          transport cuda_ipc; memory of GPUs that learner and servers share
     disk.py              transport disk
@@ -11,9 +11,9 @@
     sums.py              sums of weights, for verified pushes
     checkpoint_names.py  names and shapes of weights in model folders
 
-A version is served whole or not at all: servers are paused, receive every bucket, get the version's number with the
-last bucket, and only then continue. A push that fails is repeated or raises an error;
-paused servers stay paused until a push succeeds.
+A version is served completely or not at all: servers are paused, receive every bucket, get the version's number with
+the last bucket, and only then continue. A push that fails is repeated or raises an error; paused servers stay paused
+until a push succeeds.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["PushReport", "PushState", "Transport", "WeightPublisher", "open_publ
 def open_publisher(
     config: Config, engine_urls: list[str], rank: int, device: torch.device, pool: str = "rollout"
 ) -> WeightPublisher:
-    """Return the publisher of weight_sync.transport, with which every learner rank pushes weights to servers.
+    """Return the publisher for weight_sync.transport, with which each learner rank pushes weights to servers.
 
-    The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
+    The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` means the transport for learner
     and server on one device.
 
     Args:

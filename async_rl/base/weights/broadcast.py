@@ -1,6 +1,6 @@
 """The transports nccl (between GPUs) and gloo (on CPUs): both halves of a broadcast by torch.distributed.
 
-One process group holds learner rank 0 as its rank 0 and all ranks of all servers (1, 2, ...).
+Learner rank 0 is rank 0 of one process group. All ranks of all servers are its ranks 1, 2, ...
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from async_rl.base.weights.server_admin import Bucket
 from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes, unpack
 
 ANSWER_WITHIN_S = 6.0
-"""If a server does not answer for so long, none is asked to join a group: the push fails, and may be repeated."""
+"""If a server does not answer within this time, none is asked to join a group. The push fails, and may be repeated."""
 
 TORCH_WAITS_LONGER_S = 6 * LOST_WITHIN_S
-"""By so much torch's own limits are longer than the learner's, whose error names who was waited for. After its limit
-the learner looks for dead servers, for LOST_WITHIN_S and the probes that are under way then, and aborts the group, also
-its servers' part: NCCL's watchdog, which ends a process at torch's limit, must not come first. The part of a server of
-SGLang, which takes no limit, has torch's own, 30 minutes."""
+"""How much longer torch's own limits are than the learner's, whose error names the missing server. After its limit the
+learner looks for dead servers, for LOST_WITHIN_S and any running probes, and aborts the group, also at its servers:
+NCCL's watchdog, which ends a process at torch's limit, must not come first. SGLang's servers, which take no limit, use
+torch's default, 30 minutes."""
 
 
 class BroadcastTransport(BucketTransport):
@@ -101,10 +101,12 @@ class BroadcastTransport(BucketTransport):
         return start_together(calls, self.members.limit, f"push of version {version}")
 
     def broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
-        """Broadcast `data` and wait until it is sent; on a GPU in a separate stream, once `filled` is reached.
+        """Broadcast `data` and wait until it is sent.
 
-        All threads share one default stream, which gathers the next bucket meanwhile. `data` is held until the
-        broadcast has ended, and its memory is written to only after that.
+        On a GPU this uses a separate stream, which starts once `filled` is reached.
+
+        All threads share one default stream, which gathers the next bucket meanwhile. `data` is kept until the
+        broadcast has ended, and its memory is overwritten only after that.
         """
         if filled is None:
             dist.broadcast(data, group=self.group, group_src=0)
@@ -133,7 +135,7 @@ class BroadcastTransport(BucketTransport):
             self.group = None
 
     def _leave(self) -> None:
-        """Destroy the group here, and let its members that are still current leave it."""
+        """Destroy the group here, and make its members that are still current leave it."""
         self._abort()
         staying = [member.name for member in self._joined if member in self.members.current]
         self._joined = ()
@@ -150,7 +152,7 @@ open_gloo = partial(BroadcastTransport, backend="gloo")
 
 
 class Receiver:
-    """The server's half of the transport, for engines without one (SGLang has its own). Calls block: use a thread."""
+    """The server's half of the transport, for engines without their own (SGLang has one). Calls block: use a thread."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -160,11 +162,11 @@ class Receiver:
         self._in_use: list[Tensor] = []
 
     def begin_push(self) -> None:
-        """Begin a push: forget the buffers of one that failed, as a thread of that push may still write to them."""
+        """Begin a push: forget the buffers of a failed one, because a thread of that push may still write to them."""
         self._received = []
 
     def end_push(self) -> None:
-        """End a push once its weights are in use. The memory of the old ones is reused on a CPU and freed on a GPU."""
+        """End a push once its weights are in use. The old weights' memory is reused on a CPU and freed on a GPU."""
         self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
         self._in_use, self._received = self._received, []
 
@@ -184,7 +186,7 @@ class Receiver:
     ) -> list[tuple[str, Tensor]]:
         """Wait for one bucket and return (name, tensor) for each of its tensors.
 
-        KeyError: the group was never joined. RuntimeError: the sender is lost.
+        KeyError: the group was never joined. RuntimeError: the connection to the sender is lost.
         """
         with _own_stream(device or torch.device("cpu")):  # the model goes on sampling in the default stream
             data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
@@ -208,9 +210,9 @@ class Receiver:
 def join_group(
     store: Store, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Wait for all members and return a new process group, made as SGLang makes its half.
+    """Create a process group in the same way as SGLang does, once all members have joined, and return it.
 
-    `torch.distributed.new_group` can't make one: it requires that all members are in one default group.
+    `torch.distributed.new_group` can't create it: it requires that all members are in one default group.
     """
     group, _ = _new_process_group_helper(
         world_size, rank, [], Backend(backend), PrefixStore(group_name, store),
@@ -225,7 +227,7 @@ _FOR_EVER = timedelta(days=1000)
 
 
 def tell_to_abort(store: Store, group_name: str) -> None:
-    """Make every server that waits in `abort_when_told` abort the group."""
+    """Make every server that has called `abort_when_told` abort the group."""
     with suppress(DistError, RuntimeError):  # a store that can't be reached has been noticed by the servers too
         # A connection of its own: a thread of the learner that still waits for members to join keeps the other busy.
         own = store.clone()  # type: ignore[attr-defined]
@@ -233,10 +235,13 @@ def tell_to_abort(store: Store, group_name: str) -> None:
 
 
 def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) -> None:
-    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended.
+    """Start a thread that aborts `group` when the learner calls `tell_to_abort`, or has ended.
 
     Gloo notices a dead member, NCCL on one host does not: a kernel waits for the dead peer for ever. Leaving the group
-    is no way out, because `destroy_process_group` waits for the kernel.
+    does not help, because `destroy_process_group` waits for the kernel.
+
+    Args:
+        host, port: where the learner serves the group's store.
     """
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)  # of its own: others wait for its answers
 
@@ -249,35 +254,36 @@ def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) 
 
 
 PROBE_S = 2.0
-"""Time between two looks at whether a server whose receipt is missing is still alive."""
+"""The time between two checks whether a server whose receipt is missing is still alive."""
 _ANNOUNCED, _RECEIPT = "bucket", "receipt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """A bucket that the learner broadcasts next."""
+    """Describes the bucket that the learner broadcasts next."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     place: str
-    """Where the server keeps it: device or host memory."""
+    """Where the server stores it: device or host memory."""
     is_first: bool
-    """Whether it begins a push."""
+    """Whether it is the first bucket of a push."""
     is_last: bool
 
 
 class BucketAnnouncer:
-    """The learner's half, for one server: announces buckets and waits until the server's ranks confirm them.
+    """Announces buckets to one server (on the learner's side), and waits until the server's ranks confirm them.
 
         learner   announces a bucket: names, types, shapes   ->  each rank of the server, in a thread
-        learner   broadcasts its bytes in the push's group   ->  the same thread, which keeps them next to the weights
-        learner   waits for the receipts                     <-  "", or why the bucket was not received
+        learner   broadcasts its bytes in the push's group   ->  the same thread, which stores them next to the weights
+        learner   waits for each rank's receipt              <-  "", or why the bucket was not received
 
-    So a server receives while it generates: SGLang's own endpoints for weights wait until no request runs.
+    So a server can receive weights while it generates, unlike by SGLang's own endpoints, which wait until no request
+    runs.
 
     Args:
-        host, port: where the learner serves the store of the group.
+        host, port: where the learner serves the group's TCP store, through which both sides communicate.
         ranks: the server's ranks in the group.
     """
 
@@ -289,7 +295,10 @@ class BucketAnnouncer:
     def announce(
         self, bucket: Bucket, place: str, is_first: bool, limit: Limit, is_alive: Callable[[], bool]
     ) -> None:
-        """Have the server receive a bucket, which the learner broadcasts meanwhile, and wait until it has.
+        """Announce a bucket, which the learner broadcasts at the same time, and wait until the server has received it.
+
+        Args:
+            place: where the server stores it: device or host.
 
         Raises:
             WeightSyncError: the server could not receive the bucket, or has died.
@@ -326,12 +335,13 @@ def receive_announced(
     group: ProcessGroup, group_name: str, host: str, port: int, rank: int, first_rank: int,
     keep: Callable[[list[tuple[str, Tensor]], Announcement], None], device: torch.device,
 ) -> None:
-    """Start a thread of a server that receives the buckets that are announced, until the learner's store is gone.
+    """Start a thread of a server that receives announced buckets until the learner's store is gone.
 
     Args:
+        host, port: where the learner serves the group's store.
         rank: this process's rank in the group.
-        first_rank: the rank in the group of the server's first process.
-        keep: is called with the tensors of each bucket, and may raise.
+        first_rank: the group rank of the server's first process.
+        keep: called with the tensors of each bucket; it may raise.
     """
     store = _open_store(host, port, group_name)
 
@@ -359,7 +369,10 @@ def receive_announced(
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context: on a GPU this thread gets its own stream, next to the server's computation."""
+    """A context in which this thread has its own CUDA stream, next to the server's computation.
+
+    On a CPU it does nothing.
+    """
     if device.type == "cpu":
         return nullcontext()
     torch.cuda.set_device(device)  # of this thread

@@ -1,11 +1,11 @@
-"""Translates weights between transformers' names and those of model folders, which servers load; writes their files.
+"""Converts weights between transformers' names and those of model folders, which servers load; writes their files.
 
-Transformers keeps some weights in another form than model folders do: all experts of a mixture-of-experts layer, for
-example, are one tensor `mlp.experts.gate_up_proj`, while folders have `mlp.experts.0.gate_proj.weight` and so on.
-Servers know only the names of folders. SGLang skips other names without an error.
+Transformers stores some weights in another form than model folders: for example, all experts of a mixture-of-experts
+layer are one tensor `mlp.experts.gate_up_proj`, while folders have `mlp.experts.0.gate_proj.weight` and so on. Servers
+know only the names of folders. SGLang skips other names without an error.
 
-Transformers is imported where it is needed: with these modules that takes seconds, and a process which receives weights
-that nothing converts does without.
+Transformers is imported only where it is needed, because its modules for this take seconds to import. A process that
+receives weights without conversion never imports them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHOWN = 3
 
 
 def to_checkpoint(lm: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights of `lm`, a transformers model, by the names and in the shapes that its model folder has.
+    """Convert weights of `lm`, a transformers model, to the names and shapes of its model folder, and yield them.
 
-    They are converted as `save_pretrained` does it, one by one, or layer by layer if a folder's tensor is made of
-    several of the model's. The results may be views of the tensors given.
+    They are converted as `save_pretrained` does it, one by one, or layer by layer if a folder's tensor consists of
+    several of the model's. The results may be views of the given tensors.
     """
     loaded_by = getattr(lm, "_weight_conversions", None)  # None: the model was not loaded from a folder
     if loaded_by is not None and not loaded_by:
@@ -56,7 +56,7 @@ def _layer_of(name: str) -> str:
 
 
 def from_checkpoint(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a model folder by the names and in the shapes that `lm`, a transformers model, has."""
+    """Convert the tensors of a model folder to the names and shapes of `lm`, a transformers model."""
     conversions: Sequence[Any] | None = getattr(lm, "_weight_conversions", None)
     if conversions is not None and not conversions:
         return dict(tensors)
@@ -86,17 +86,17 @@ def from_checkpoint(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 @dataclass(slots=True)
 class Source:
-    """The tensors of a model folder that make one weight of a transformers model, or several weights together."""
+    """The tensors of a model folder from which one weight of a transformers model, or several together, are made."""
 
     weight: str
-    """The model's name of the weight, of the first one if they are several."""
+    """The model's name of the weight; if there are several, of the first."""
     converter: Any = None
-    """Makes the weights of the tensors; None: the only tensor is the weight."""
+    """Makes the weights from the tensors. None: the only tensor is the weight."""
     tensors: dict[str, str] = field(default_factory=dict)
-    """The pattern of `converter` for each tensor, by the tensor's name in the folder, in the order of joining."""
+    """By the tensor's name in the folder: the pattern of `converter` that it matches. The order is that of joining."""
 
     def convert(self, lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of `lm` by name, given the tensors of the folder."""
+        """Return the weights of `lm` by name, made from the tensors of the folder."""
         converter = deepcopy(self.converter)
         for name, pattern in self.tensors.items():
             converter.add_tensor(self.weight, name, pattern, tensors[name])
@@ -105,9 +105,10 @@ class Source:
 
 
 def sources_of(lm: Any, names: Sequence[str]) -> list[Source]:
-    """Return the sources of the weights of `lm`, which `from_pretrained` has made, among the `names` of its folder.
+    """Return the sources of the weights of `lm`, which `from_pretrained` created.
 
-    Names that are of no use for the model are left out.
+    Args:
+        names: the names of the tensors in its folder. Those that the model does not use are left out.
     """
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -128,12 +129,12 @@ def sources_of(lm: Any, names: Sequence[str]) -> list[Source]:
 
 
 def check_names(lm: Any, checkpoint: Mapping[str, list[int]], path: str) -> None:
-    """Check that a push of the weights of `lm` has the names and shapes of the checkpoint that servers start from.
+    """Check that pushed weights of `lm` have the names and shapes in the folder that servers start from.
 
     Args:
         lm: the model in the folder `path`, loaded without its weights.
         checkpoint: {name: shape} of the tensors in the folder. It may have a tied output layer, which is not sent, and
-            tensors that transformers knows to be of no use for the model.
+            tensors that transformers knows to be unused by the model.
 
     Raises:
         ConfigError: they differ, so some weights of the servers would never be updated.
@@ -166,7 +167,7 @@ def write_weights(
 ) -> int:
     """Write `model.safetensors` or, if that would exceed `shard_bytes`, shards and Hugging Face's index of them.
 
-    A tensor larger than `shard_bytes` has its own shard. Only one shard of gathered tensors is in memory at a time.
+    A tensor larger than `shard_bytes` gets its own shard. Only one shard of gathered tensors is in memory at a time.
 
     Returns:
         The number of bytes of all tensors in `dtype`.

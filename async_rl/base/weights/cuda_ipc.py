@@ -1,7 +1,7 @@
-"""Pushes where learner ranks and servers share GPUs: the transport cuda_ipc, and whose memory is where.
+"""Pushes between learner ranks and servers on the same GPUs: the transport cuda_ipc, and who uses the memory when.
 
 The server maps the learner's bucket, and no byte leaves the GPU. With several GPUs each rank shares its buckets with
-the server of its own GPU: all ranks gather all weights anyway. On a CPU the same code shares host memory.
+the server on its own GPU: all ranks gather all weights anyway. On a CPU the same code shares host memory.
 
 Barriers between the ranks in a push:
 
@@ -42,7 +42,7 @@ from async_rl.base.weights.server_admin import Bucket
 from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes
 
 CALLS = 5
-"""One rank may wait for another as long as this many calls to servers may take."""
+"""A rank may wait for another rank as long as this many calls to servers may take."""
 
 
 class CudaIpcTransport(BucketTransport):
@@ -87,7 +87,9 @@ class CudaIpcTransport(BucketTransport):
             self._signals.end()
 
     def _send_and_gather(self, staged: Iterator[Bucket], version: int) -> tuple[int, str]:
-        """Send to this rank's servers; return (bytes, error or ""). All weights are gathered, as every rank takes part.
+        """Send to this rank's servers. Returns (bytes, error or "").
+
+        After an error it still gathers the remaining weights, because gathering is collective.
         """
         try:
             return self._send_own(staged, version), ""
@@ -121,8 +123,8 @@ class CudaIpcTransport(BucketTransport):
 class RankWords:
     """Messages between learner ranks during a push, about one subject. The default process group must exist.
 
-    They pass through the store of that group and not through collectives. Gathering weights is a collective, and if
-    only some ranks have failed, the ranks would no longer make the same collectives in the same order.
+    They are sent through the store of that group and not by collectives. Gathering weights is a collective, and if only
+    some ranks have failed, the ranks would no longer call the same collectives in the same order.
 
     Args:
         subject: the prefix of the keys in the store.
@@ -134,18 +136,19 @@ class RankWords:
         self._store = PrefixStore(subject, default.clone())  # its own connection: others wait on the default one
 
     def say(self, key: str, text: str = "") -> None:
-        """Let every rank hear `text` under `key`, now or later."""
+        """Publish `text` under `key`, for every rank that calls `hear` now or later."""
         self._store.set(key, text)
 
     def hear(self, key: str, speaker: int, what: str, limit: Limit, times: int = 1) -> bytes:
-        """Wait until the rank `speaker` has said something under `key`, and return it.
+        """Wait until a message is published under `key`, and return it.
 
         Args:
-            what: names what the speaker does before it says the word, for the error.
-            times: the wait may take so many times `limit`.
+            speaker: the rank that publishes it.
+            what: what the speaker does before that, for the error message.
+            times: the wait ends after `times` times `limit`.
 
         Raises:
-            WaitTimeoutError: it has not done so in that time.
+            WaitTimeoutError: no message was published in that time.
         """
         try:
             self._store.wait([key], timedelta(seconds=times * limit.seconds))
@@ -158,11 +161,11 @@ class RankWords:
 
 
 class RankSignals:
-    """The barriers of a push if every rank gives weights to the servers of its own GPU.
+    """The barriers between ranks in a push in which each rank sends weights to the servers on its own GPU.
 
     Args:
-        ranks: number of learner ranks, which all make as many pushes.
-        call_limit: the limit of one call to a server.
+        ranks: the number of learner ranks. All take part in every push.
+        call_limit: the time limit of one call to a server.
     """
 
     def __init__(self, rank: int, ranks: int, call_limit: Limit) -> None:
@@ -174,29 +177,30 @@ class RankSignals:
         self._is_open = False
 
     def begin(self, members: Iterable[Member] | None) -> None:
-        """Let the other ranks send to `members`, which are paused. None: the push has failed already."""
+        """On rank 0: allow the other ranks to send to `members`, which are paused. None: the push has failed already.
+        """
         self._push += 1
         self._is_open = members is not None
         self._words.say(self._key("begin"), json.dumps(None if members is None else [*members]))
 
     def end(self) -> None:
-        """End the push on rank 0: ranks that still wait for its begin hear that it has failed."""
+        """On rank 0: end the push. Ranks that still wait for its `begin` learn that it has failed."""
         if not self._is_open:
             self.begin(None)
         self._is_open = False
 
     def wait_for_begin(self) -> list[Member] | None:
-        """Wait for rank 0's `begin` and return its members."""
+        """On other ranks: wait for rank 0's `begin` and return its members; None if the push has failed."""
         self._push += 1
         members = json.loads(self._hear("begin", 0, "pause the servers"))
         return None if members is None else [Member(*member) for member in members]
 
     def report(self, error: str) -> None:
-        """Report to rank 0 that this rank has sent its weights, or the error with which it has stopped sending."""
+        """On other ranks: report to rank 0 that this rank has sent its weights (""), or the error that stopped it."""
         self._words.say(self._key(str(self._rank)), json.dumps(error))
 
     def reports(self) -> dict[int, str]:
-        """Wait on rank 0 for the reports of all others, and return those that are errors, by rank."""
+        """On rank 0: wait for the reports of all other ranks. Returns the errors by rank."""
         heard = {rank: json.loads(self._hear(str(rank), rank, "send its weights")) for rank in self._others}
         return {rank: error for rank, error in heard.items() if error}
 
@@ -208,11 +212,13 @@ class RankSignals:
 
 
 class FreedMemory:
-    """Frees the cache of one learner rank in each push, and on rank 0 waits until the others have done so.
+    """Frees the CUDA cache of a learner rank at two points of each push.
 
-    Every rank gathers all weights on its own GPU, but rank 0 alone talks to the servers: it must know when the GPUs of
-    the others have room. The memory saver may end a server that finds none. Needed only where learner and servers take
-    turns on the same GPUs.
+    Rank 0 also waits until other ranks have done so.
+
+    Every rank gathers all weights on its own GPU, but only rank 0 calls the servers. It must know when the GPUs of the
+    others have free memory, because the memory saver may end a server that finds none. Needed only if learner and
+    servers take turns on the same GPUs.
     """
 
     STEP, GATHERED = "what its last step has left cached", "what gathering the weights has left cached"
@@ -226,22 +232,26 @@ class FreedMemory:
         """The number of this push. Messages of other pushes are not heard."""
 
     def begin_push(self) -> None:
-        """Begin a push on any rank: free what the learner's last step has left."""
+        """On any rank: begin a push, and free what the learner's last step has left in the cache."""
         self._push += 1
         self.free(self.STEP)
 
     def free(self, left: str) -> None:
-        """Free what is cached, STEP or GATHERED; another rank than 0 then reports it to rank 0."""
+        """Free the cache. Other ranks than 0 then report it to rank 0.
+
+        Args:
+            left: STEP or GATHERED, what filled the cache.
+        """
         if self._has_cache:
             torch.cuda.empty_cache()
         if self._words and self._rank > 0:
             self._words.say(self._key(left, self._rank))
 
     def await_others(self, left: str, limit: Limit) -> None:
-        """Wait on rank 0 until each other rank has freed what is `left`, for at most `limit` on each.
+        """On rank 0: wait until each other rank has reported `free(left)`, at most `limit` for each.
 
         Raises:
-            WaitTimeoutError: one has not done so.
+            WaitTimeoutError: a rank has not done so.
         """
         if self._words:
             for rank in self._others:
@@ -252,11 +262,11 @@ class FreedMemory:
 
 
 _sharing = threading.Lock()
-"""Held while a bucket is shared, because torch's sharing strategy is a setting of the whole process."""
+"""A lock for sharing buckets, because torch's sharing strategy is a setting of the whole process."""
 
 
 def share_bucket(bucket: Bucket) -> str:
-    """Return the pickle, in base64, with which one SGLang server maps the bucket's memory and finds its tensors.
+    """Return a pickle, in base64, with which one SGLang server maps the bucket's memory and finds its tensors.
 
     SGLang accepts no other format. This process itself reads no pickle.
     """

@@ -16,7 +16,10 @@ from async_rl.base.weights.transport import Transport
 
 
 class DiskTransport(Transport):
-    """Writes a model folder, then has every server load it. Two folders take turns, as a slow server may still read."""
+    """Writes a model folder, and makes every server load it.
+
+    It alternates between two folders, because a slow server may still read the last one.
+    """
 
     def __init__(self, config: Config, members: Members, rank: int, device: torch.device) -> None:
         super().__init__(config, members, rank, device)
@@ -27,7 +30,8 @@ class DiskTransport(Transport):
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> tuple[Path, int]:
-        """Write all weights into the folder that no server has loaded last; return it and the number of bytes."""
+        """Write all weights into the folder that the last push did not use. Returns (the folder, the number of bytes).
+        """
         target = self.folder / str(version % 2)
         shutil.rmtree(target, ignore_errors=True)  # there may be more shards of an older version than of this one
         target.mkdir(exist_ok=True)  # a network disk may keep a folder that a server still reads
@@ -37,7 +41,7 @@ class DiskTransport(Transport):
         return target, write_weights(named_tensors, target, self.dtype, self.bucket_bytes)
 
     def send(self, staged: tuple[Path, int], version: int) -> int:
-        """Have every server load the folder."""
+        """Make every server load the folder."""
         target, num_bytes = staged
         self.members.call(lambda admin: admin.load_folder(target, version), f"push of version {version}")
         return num_bytes

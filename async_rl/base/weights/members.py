@@ -1,4 +1,4 @@
-"""The servers of a pool that get the weights: who they are, and calls to all of them in parallel."""
+"""The servers of a pool that get weight pushes, and calls to all of them in parallel."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights.server_admin import ServerAdmin
 
 PROBES = 2
-"""A server that misses so many probes in a row counts as dead. A busy one may miss a single probe."""
+"""A server that misses this many probes in a row counts as dead. A busy one may miss a single probe."""
 PAUSE_S = 0.2
 LOST_WITHIN_S = 10.0
-"""A server that died in a push stops answering within this time after the push has failed."""
+"""A server that dies in a push stops answering within this time after the push has failed."""
 Probes = Mapping[str, Callable[[], bool]]
-"""Functions that return whether a server answers, by the server's name."""
+"""For each server, by name: a function that returns whether it answers."""
 
 
 class Member(NamedTuple):
-    """One incarnation of a server. After a restart it is another member, also at the same URL.
+    """One start of a server. After a restart the server is another member, even at the same URL.
 
     A process group or a base of changed weights is valid only for the members with which it was made.
     """
@@ -34,14 +34,15 @@ class Member(NamedTuple):
     name: str
     url: str
     start: int
-    """How often a server of this name was added; 0 for the first servers of the run."""
+    """How often a server with this name was added before; 0 for the first servers of the run."""
 
 
 class Members:
     """The members that get the next push.
 
-    The driver reports joins and leaves from other threads. The learner applies them between two pushes, on rank 0. The
-    other ranks know the servers of the start, and get the current ones from rank 0 in each push that needs them.
+    The driver reports new and dead servers from other threads. The learner applies the reports between two pushes, on
+    rank 0. The other ranks know the servers of the start, and get the current ones from rank 0 in pushes that need
+    them.
 
     Args:
         urls: URLs of the first servers, by name.
@@ -61,7 +62,10 @@ class Members:
         self._admins: dict[Member, ServerAdmin] = {}
 
     def add(self, name: str, url: str) -> Future[None]:
-        """Let the new server `name` get the next push; the future ends when it serves the weights. For the driver."""
+        """Add the new server `name` to the next push.
+
+        The future is done when it serves the weights. Called by the driver.
+        """
         with self._lock:
             self._fail(name)
             self._starts[name] += 1
@@ -73,7 +77,7 @@ class Members:
         """Add the new server `name`, call `added` with its name, and wait until it serves the current version.
 
         Raises:
-            WeightSyncError: the server died before.
+            WeightSyncError: the server died before that.
             WaitTimeoutError: no push reached it within `limit`.
         """
         try:
@@ -84,17 +88,17 @@ class Members:
             raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights") from None
 
     def leave(self, name: str) -> None:
-        """Report that the server `name` died: it gets no further push. If it waits in `join`, that fails."""
+        """Report that the server `name` died: it gets no further push. If `join` waits for it, that fails."""
         with self._lock:
             self._fail(name)
             self._reported[name] = None
 
     def someone_waits(self) -> bool:
-        """Return whether a server waits for its first push, so that an extra push is needed."""
+        """Return whether a new server waits for its first push, so that an extra push is needed."""
         return bool(self._waiting)
 
     def apply_reports(self) -> None:
-        """Take in the driver's reports. Only between two pushes."""
+        """Apply the driver's reports of new and dead servers. Call it only between two pushes."""
         with self._lock:
             for name in sorted(self._reported):
                 self._current.pop(name, None)
@@ -104,12 +108,12 @@ class Members:
             self._forget_gone()
 
     def replace(self, members: Iterable[Member]) -> None:
-        """Make these the current members, on another rank than 0."""
+        """On other ranks than 0: set the current members."""
         self._current = {member.name: member for member in members}
         self._forget_gone()
 
     def remove(self, names: Iterable[str]) -> tuple[Member, ...]:
-        """Remove members that a push lost, and return them. If one waits in `join`, that fails."""
+        """Remove members that a push has lost, and return them. If `join` waits for one, that fails."""
         with self._lock:
             lost = tuple(self._current.pop(name) for name in names)
             for member in lost:
@@ -118,13 +122,13 @@ class Members:
         return lost
 
     def note_served(self) -> None:
-        """End the wait of each current member in `join`: it serves the weights that were pushed."""
+        """End the wait in `join` for each current member, because it serves the pushed weights."""
         with self._lock:
             for member in [member for member in self._current.values() if member in self._waiting]:
                 self._waiting.pop(member).set_result(None)
 
     def _fail(self, name: str, only: Member | None = None) -> None:
-        """Fail the wait of `only`, or of every member called `name`. The caller holds the lock."""
+        """Fail the wait for `only`, or for every member called `name`. The caller must hold the lock."""
         for member in [each for each in self._waiting if each.name == name and only in (None, each)]:
             error = WeightSyncError(f"{name} died before it had the learner's current weights")
             self._waiting.pop(member).set_exception(error)
@@ -138,7 +142,7 @@ class Members:
 
     @property
     def current(self) -> tuple[Member, ...]:
-        """The members of the next push, or of the push under way."""
+        """The members of the next push, or of the running one."""
         return tuple(self._current.values())
 
     @property
@@ -146,7 +150,7 @@ class Members:
         return tuple(self._current)
 
     def admin(self, name: str) -> ServerAdmin:
-        """Return the ServerAdmin of the server `name`, of its engine's class."""
+        """Return the ServerAdmin of the server `name`. Its class depends on the server's engine."""
         member = self._current[name]
         if member not in self._admins:
             config = resolve(self._config, engine_of(self._config, name))
@@ -154,28 +158,28 @@ class Members:
         return self._admins[member]
 
     def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
-        """Return, by name of the server, a function that makes `call` with the server's ServerAdmin."""
+        """Return for each server, by name, a function that calls `call` with its ServerAdmin."""
         return {name: partial(call, self.admin(name)) for name in self._current}
 
     def probes(self) -> dict[str, Callable[[], bool]]:
         return self.calls(lambda admin: admin.is_ready())
 
     def call(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
-        """Make `call` for all servers in parallel and return the results by name. Raises the first error immediately.
+        """Call `call` for all servers in parallel, and return the results by name. Raises the first error immediately.
 
         Args:
-            what: names the calls in errors, as in "pause before a weight push".
+            what: describes the calls in errors, as in "pause before a weight push".
         """
         return start_together(self.calls(call), self.limit, what)()
 
     def call_to_the_end(self, call: Callable[[ServerAdmin], Any]) -> None:
-        """Make `call` for all servers in parallel. An error is raised only when all calls have ended."""
+        """Call `call` for all servers in parallel. An error is raised only after all calls have ended."""
         admins = [self.admin(name) for name in self._current]
         with ThreadPoolExecutor(max(1, len(admins))) as threads:
             list(threads.map(call, admins))
 
     def tell(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> tuple[str, ...]:
-        """Make `call` for the named servers in parallel and ignore refusals.
+        """Call `call` for the named servers in parallel, ignoring refusals.
 
         Returns the names of the servers that did not answer within `limit`: they hang.
         """
@@ -204,7 +208,7 @@ def find_silent(probes: Probes) -> tuple[str, ...]:
 
 
 def wait_for_silent(probes: Probes, limit_s: float) -> tuple[str, ...]:
-    """Wait until a server does not answer, and return the names of all that do not; () after `limit_s`."""
+    """Wait until any server stops answering, and return the names of all that do not answer; () after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not (silent := find_silent(probes)) and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
@@ -212,7 +216,7 @@ def wait_for_silent(probes: Probes, limit_s: float) -> tuple[str, ...]:
 
 
 def wait_for_all(probes: Probes, limit_s: float) -> tuple[str, ...]:
-    """Wait until all servers answer, and return (); after `limit_s` the names of those that still do not."""
+    """Wait until all servers answer, and return (); after `limit_s`, the names of those that still do not."""
     deadline = time.monotonic() + limit_s
     while (silent := find_silent(probes)) and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
@@ -220,13 +224,16 @@ def wait_for_all(probes: Probes, limit_s: float) -> tuple[str, ...]:
 
 
 def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
-    """Start each call in a thread of its own; return a function that waits for the results by name.
+    """Start each call in a thread of its own. Returns a function that waits for the results and returns them by name.
 
     The threads are daemons: a collective that can no longer complete must not keep the process from ending.
 
+    Args:
+        what: describes the calls in errors.
+
     Raises (the returned function does):
         WeightSyncError: a call failed; the message names it. Other calls may still run.
-        WaitTimeoutError: a call waited too long itself, or calls still run after `limit`; the message names them.
+        WaitTimeoutError: a call raised it, or calls still run after `limit`; the message names them.
     """
     futures: dict[str, Future[Any]] = {name: Future() for name in calls}
     deadline = time.monotonic() + limit.seconds

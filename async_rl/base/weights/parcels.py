@@ -1,6 +1,6 @@
-"""Both halves of compact pushes: changed values or adapters travel instead of whole weights.
+"""Both halves of compact pushes, in which only changed values or adapters are sent instead of whole weights.
 
-The weight NAME travels as the uint8 tensor NAME + SUFFIX, its parcel: the length of a header (8 bytes), the header in
+The weight NAME is sent as a uint8 tensor NAME + SUFFIX, its parcel: the length of a header (8 bytes), the header in
 JSON, and data. The header's `form` says how the server makes the weight:
 
     dense    data: the weight's values
@@ -28,9 +28,10 @@ from torch import Tensor
 
 SUFFIX = ".parcel"
 _ALIGNMENT = 16
-"""Parcels are multiples of so many bytes, so that those behind one another in a bucket can be read as numbers."""
+"""The size of a parcel is a multiple of this many bytes, so that parcels in a bucket are aligned for reading numbers.
+"""
 _SKIP = 255
-"""A gap of so many unchanged values that is not followed by a changed one."""
+"""A gap of this many unchanged values that is not followed by a changed one."""
 _CHUNK = 2**20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +44,7 @@ def dense_parcel(
     weight: Tensor,  # contiguous, on the CPU
     version: int,
 ) -> Tensor:  # [bytes] uint8
-    """Return the parcel of a whole weight, against which later deltas may be made."""
+    """Return the parcel of a whole weight. Later delta parcels may be based on it."""
     return _pack({"form": "dense", **_of(weight, version)}, weight)
 
 
@@ -53,10 +54,10 @@ def delta_parcel(
     version: int,
     base: int,
 ) -> tuple[Tensor, int]:  # [bytes] uint8
-    """Return (the smaller one of the delta and the dense parcel, how many values differ in their bits).
+    """Return (the smaller of the delta and the dense parcel, the number of values whose bits differ).
 
     Args:
-        before: the weight of version `base`, which the servers hold.
+        before: the weight of version `base`, which the servers have.
     """
     bits = _bits(weight)
     positions = (bits != _bits(before)).nonzero().view(-1)
@@ -76,8 +77,10 @@ def adapter_parcel(
     dtype: torch.dtype,
     base_sum: int,
 ) -> Tensor:  # [bytes] uint8
-    """Return the parcel of the adapted weight W + scaling * B A, which the servers compute in float32 and keep as
-    `dtype`. `base_sum` is the checksum of W in float32.
+    """Return the parcel of the adapted weight W + scaling * B A. Servers compute it in float32 and store it as `dtype`.
+
+    Args:
+        base_sum: the checksum of W in float32.
     """
     return _pack(
         {"form": "adapter", "dtype": _name(dtype), "a": list(a.shape), "b": list(b.shape), "scaling": scaling,
@@ -93,9 +96,9 @@ def base_parcel(dtype: torch.dtype) -> Tensor:  # [bytes] uint8
 def encode_gaps(
     positions: Tensor,  # [n] int64, ascending
 ) -> Tensor:  # [bytes] uint8
-    """Return how many values stand before each position and after the one before it, one byte for up to 254.
+    """Encode ascending positions as the numbers of values between them, one byte each for up to 254.
 
-    A byte of 255 stands for 255 values after which another byte follows.
+    A byte of 255 stands for 255 values, and another byte follows.
     """
     if not len(positions):
         return torch.empty(0, dtype=torch.uint8)
@@ -109,7 +112,7 @@ def encode_gaps(
 def decode_gaps(
     gaps: Tensor,  # [bytes] uint8
 ) -> Tensor:  # [n] int64
-    """Return the positions that `encode_gaps` was given."""
+    """Decode the positions that `encode_gaps` encoded."""
     ends = (gaps != _SKIP).nonzero().view(-1)
     return gaps.long().cumsum(0)[ends] + torch.arange(len(ends))
 
@@ -119,7 +122,7 @@ def checksum(
 ) -> int:
     """Return sum_i (2 i + 1) x_i modulo 2^64 over the 8-byte words x_i of the weight's bits, as a signed number.
 
-    The factors are odd, so any change within one word changes the sum; words that change places do so as well.
+    The factors are odd, so any change within one word changes the sum; so do words that change places.
     """
     data = weight.reshape(-1).view(torch.uint8)
     if rest := -len(data) % 8:
@@ -132,10 +135,10 @@ def checksum(
 
 
 class Rebuilder:
-    """The server's half: makes weights from parcels and the weights of the last push, or of its model folder.
+    """The server's half: makes weights from parcels, using the weights of the last push or of its model folder.
 
     Args:
-        base_files: returns the safetensors files of the model folder that the server was started from.
+        base_files: returns the safetensors files of the model folder that the server started from.
     """
 
     def __init__(self, base_files: Callable[[], Sequence[Path]]) -> None:
@@ -147,10 +150,12 @@ class Rebuilder:
         """(version, values) of each weight that came as dense or delta, in host memory."""
 
     def rebuild(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight on the CPU, not to be written to) of each parcel; tensors without SUFFIX as they are.
+        """Yield (name, weight) for each parcel.
+
+        The weight is on the CPU and must not be written to. Other tensors are unchanged.
 
         Raises:
-            ValueError: a parcel is damaged, or was made for other weights than this server holds.
+            ValueError: a parcel is damaged, or was made for other weights than this server has.
         """
         for name, tensor in named_tensors:
             if is_parcel(name):
@@ -175,7 +180,7 @@ class Rebuilder:
         return weight
 
     def _changed(self, name: str, header: dict[str, Any], data: Tensor) -> Tensor:
-        """Return the weight with the values that changed; the weight of version `base` is held no longer."""
+        """Return the weight after a delta parcel. The weight of version `base` is no longer kept."""
         version, before = self._held.get(name, (None, torch.empty(0)))
         if version != header["base"] or list(before.shape) != header["shape"]:
             raise ValueError(
@@ -223,7 +228,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bits(weight: Tensor) -> Tensor:  # [values] integers
-    """Return the values as integers of the same bits, a view: -0.0 is not 0.0, and a NaN equals itself."""
+    """Return a view of the values as integers with the same bits: -0.0 is not 0.0, and a NaN equals itself."""
     return weight.view(-1).view(_BITS[weight.element_size()])
 
 
@@ -247,10 +252,10 @@ def _unpack(name: str, parcel: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 class ChangedWeights:
-    """The learner's half of weight_sync.delta: turns each push into parcels of what has changed.
+    """The learner's half of weight_sync.delta: converts each push to parcels with the changes.
 
-    It holds the weights of the last push in the servers' type, in the host memory of rank 0. A member is
-    any value that stands for one incarnation of a server.
+    It keeps the weights of the last push in the servers' type, in the host memory of rank 0. A member is any value that
+    stands for one start of a server.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -269,8 +274,8 @@ class ChangedWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parcel) of each weight for a push of `version` to `members`.
 
-        All members get the same bytes. So all weights are whole if one member does not hold the last push, because it
-        has joined since or a push has failed.
+        All members get the same bytes. So all weights are sent whole if one member does not have the last push, because
+        it has joined since or a push has failed.
         """
         base = self._version if members and self._holders.issuperset(members) else None
         self.is_sparse, self._holders = base is not None, frozenset()
@@ -292,5 +297,5 @@ class ChangedWeights:
         self._version, self.changed_share = version, changed / max(1, total)
 
     def delivered(self, members: Iterable[Hashable]) -> None:
-        """Note that the last push has reached all `members`."""
+        """Record that the last push has reached all `members`."""
         self._holders = frozenset(members)

@@ -10,15 +10,15 @@ States on rank 0 (`PushState`):
                           lost <──────────────────────┴────────────────────────┘
 
     gathering   The servers generate with the old weights, unless a failed attempt has paused them or they have released
-                their memory. The transport connects to exactly the current members, and
-                gathers the first tensors or stages all of them.
+                their memory. The transport connects to exactly the current members, and gathers the first tensors or
+                stages all of them.
     sending     The servers are paused and receive the weights. With weight_sync.double_buffer they first receive them
-                next to the weights in use, and are paused then.
-    verifying   Each server has loaded the new weights and is still paused. A push that is verified compares the sums of
-                its weights with the learner's; the first one checks that every weight has arrived. Then the servers
+                next to the weights in use, and are paused after that.
+    verifying   Each server has loaded the new weights and is still paused. A verified push compares the sums of the
+                server's weights with the learner's; the first one checks that every weight was loaded. Then the servers
                 resume.
     serving     Every member serves the version.
-    lost        An attempt failed. Either an error is raised, or members that died, hang or hold other weights are
+    lost        An attempt failed. Either an error is raised, or members that died, hang or have other weights are
                 removed, the others have ended an update that had begun, and the report asks for another push. Servers
                 that were paused stay paused: no server ever samples from half-loaded weights.
 """
@@ -53,10 +53,10 @@ _log = logging.getLogger(__name__)
 
 VERIFICATION = "weight verification"
 SUMS_AGREE = 1e-11
-"""Sums of weights agree if they differ by at most this share of the sum of their sizes. Sums in float64 round by less;
-a single expert that is empty changes them by far more."""
+"""The largest difference between equal weights' sums, relative to the sum of absolute values. Rounding in float64 is
+smaller; a single missing expert makes a far larger difference."""
 SILENCES = 3
-"""At most so many pushes in a row are repeated because servers did not answer and then answer again."""
+"""The most pushes in a row that are repeated because servers did not answer and then answered again."""
 
 
 class PushState(Enum):
@@ -71,30 +71,31 @@ class PushState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """The result of one attempt to push. Other ranks than 0 get zeros."""
+    """The result of one attempt to push. On other ranks than 0 all fields are zero."""
 
     seconds: float = 0.0
     """Time from the first gather until every server generates again."""
     pause_s: float = 0.0
-    """Time for which the servers were paused."""
+    """The time for which the servers were paused."""
     num_bytes: int = 0
     spans: tuple[Span, ...] = ()
     """The pause as a span of state `sync` for each server's pool."""
     lost: tuple[Member, ...] = ()
-    """Members that died or hang and were removed. If there are any, the push has failed: repeat it on every rank."""
+    """Members that were removed because they died or hang. If there are any, the push failed: repeat it on every rank.
+    """
     cause: str = ""
     """The error of a failed push."""
     repeats: bool = False
-    """The push has failed although every server answers: repeat it on every rank. For example, a server could not use a
-    sparse push and gets whole weights now, or a new process answers at the URL of a server that died."""
+    """The push has failed although every server answers: repeat it on every rank. For example, a server could not
+    use a sparse push and gets whole weights now, or a new process answers at the URL of a server that died."""
     num_repeats: int = 0
     """How often the push was repeated with the same servers before it succeeded."""
     num_compared: int = 0
-    """The servers whose weights were compared with the learner's by their sums, and were equal."""
+    """The number of servers whose weights were compared with the learner's by their sums, and were equal."""
     num_unequal: int = 0
-    """The servers among `lost` that answer, but hold other weights."""
+    """The number of servers in `lost` that answer, but have other weights."""
     changed_share: float = 1.0
-    """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
+    """The share of values that had changed in a sparse push. 1: whole weights or adapters were pushed."""
 
     @property
     def has_failed(self) -> bool:
@@ -104,14 +105,14 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The allowed absolute difference between logprobs of server and learner at equal weights: its mean and largest."""
+    """The allowed differences between logprobs of server and learner at equal weights: the mean and the largest."""
 
     mean: float
     largest: float
 
 
 class WeightPublisher:
-    """One learner rank's side of all pushes to a pool. Every rank calls `push`; only rank 0 has states."""
+    """One learner rank's part of all pushes to a pool. Every rank calls `push`; only rank 0 has states."""
 
     def __init__(self, transport: Transport) -> None:
         config, rank, device = transport.config, transport.rank, transport.device
@@ -145,9 +146,9 @@ class WeightPublisher:
         """Whether the push was repeated already because it broke while every server answered."""
 
     def connect(self) -> PushReport:
-        """Connect to the servers before the first push. If servers died, they are removed and reported as by `push`.
+        """Connect to the servers before the first push. Servers that died are removed, and reported as `push` does.
 
-        Does nothing on other ranks than 0.
+        It does nothing on other ranks than 0.
         """
         if self.rank > 0:
             return PushReport()
@@ -163,17 +164,18 @@ class WeightPublisher:
     def push(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False, compares: bool = False
     ) -> PushReport:
-        """Make one attempt to bring the weights to every member; return once all of them serve `version`. Collective.
+        """Make one attempt to push the weights to every member; return once all of them serve `version`. Collective.
 
-        If the report `has_failed`, push again on all ranks, with the tensors anew. The tensors have the names of model
-        folders, and may be gathered from all ranks one by one. With weight_sync.lora adapter they are parcels
-        (parcels.py).
+        If the report `has_failed`, push again on all ranks, with a new iterable.
 
         Args:
+            named_tensors: the weights, with the names of model folders. They may be gathered from all ranks one by one.
+                With
+                weight_sync.lora adapter they are parcels (parcels.py).
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
                 tensors must be finite.
-            compares: compare the sums of each server's weights with those of the tensors; a server whose sums differ,
-                although they were equal in the first comparison, is lost. Otherwise only servers that have joined since
+            compares: compare the sums of each server's weights with those of the tensors. A server whose sums differ,
+                although they were equal in the first comparison, is lost. If false, only servers that have joined since
                 the last comparison are compared.
 
         Raises:
@@ -200,7 +202,7 @@ class WeightPublisher:
     def _push(
         self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool, compares: bool
     ) -> PushReport:
-        """Do the work of `push` on rank 0, except for gathering what is left after an error."""
+        """Do the work of `push` on rank 0, except that after an error the remaining tensors are not gathered."""
         self.members.apply_reports()
         self.state = PushState.GATHERING
         is_staged = self.config.weight_sync.double_buffer != "none"
@@ -250,7 +252,7 @@ class WeightPublisher:
         )
 
     def _to_compare(self, compares: bool) -> list[Member]:
-        """Return the members whose weights are compared in this push: all, or those that have joined since."""
+        """Return the members whose weights this push compares: all, or only those not compared before."""
         sync, current = self.config.weight_sync, self.members.current
         self._compared &= set(current)
         # Adapters are no weights that a server keeps, and a server that the run did not start may know no sums.
@@ -263,7 +265,12 @@ class WeightPublisher:
         ]
 
     def _unequal(self, compared: Sequence[Member], learners: tuple[float, float]) -> dict[str, str]:
-        """Return {name: how its weights differ} of the members that hold other weights than the learner's sums say."""
+        """Return {name: how its weights differ} of the members whose weights have other sums than the learner's.
+
+        Args:
+            compared: the members to compare.
+            learners: the learner's sums.
+        """
         if not compared:
             return {}
         calls = self.members.calls(lambda admin: admin.value_sums())
@@ -282,7 +289,7 @@ class WeightPublisher:
         return unequal
 
     def _pause(self, erases: bool) -> None:
-        """Pause each server, and allocate its weights again if they were released."""
+        """Pause all servers, and allocate memory for their weights if they have released it."""
         on_update = self.config.weight_sync.on_update
         self.members.call(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self._memory:
@@ -292,7 +299,7 @@ class WeightPublisher:
             self.members.call(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
 
     def _resume(self) -> None:
-        """Allocate each server's KV cache again if it was released, then resume all servers."""
+        """Allocate the servers' KV caches if they have released them, then resume all servers."""
         if self._memory:
             self._memory.free(self._memory.GATHERED)
             self._memory.await_others(self._memory.GATHERED, self.members.limit)
@@ -304,9 +311,9 @@ class WeightPublisher:
         self._silences, self._has_repeated = 0, False
 
     def _recover(self, error: WeightSyncError | WaitTimeoutError) -> PushReport:
-        """After a failed attempt remove the members that died or hang, and end the update at the others.
+        """After a failed attempt, remove the members that died or hang, and end the update at the others.
 
-        If no member is lost and the push is not to be repeated, `error` is raised.
+        Raises `error` if no member is lost and repeating the push would not help.
         """
         was_sending = self.state is PushState.SENDING
         self.state = PushState.LOST
@@ -326,7 +333,7 @@ class WeightPublisher:
         return PushReport(lost=(*dead, *hanging), cause=str(error), repeats=repeats)
 
     def _may_repeat(self, error: WeightSyncError | WaitTimeoutError) -> bool:
-        """Whether a push that failed with `error`, while every server lives, may succeed when it is repeated."""
+        """Whether a push that failed with `error`, although every server lives, may succeed if it is repeated."""
         if isinstance(error, ServersSilentError):
             self._silences += 1
             return self._silences <= SILENCES
@@ -338,10 +345,11 @@ class WeightPublisher:
         return may
 
     def _give_up(self, was_sending: bool) -> tuple[str, ...]:
-        """Free the servers that hang in a failed push and end its update; return those that did not answer in time.
+        """Free the servers that hang in a failed push and end its update. Returns those that did not answer in time.
 
-        A server stays paused if it is paused, with the weights in use. If no server can be in an update, none is asked
-        to end one: SGLang would do so only when it is paused or idle.
+        A paused server stays paused, with the weights in use. If no server can be in an update, none is asked to end
+            one:
+        SGLang would do so only when it is paused or idle.
         """
         hanging = self.transport.give_up(was_sending)
         if not was_sending:
@@ -357,9 +365,9 @@ class WeightPublisher:
         return self.members.tell(end, self.members.names)
 
     def release_server_memory(self) -> None:
-        """Make every server give its GPU memory to the learner until the next push. Rank 0 calls this before a step.
+        """Make every server free its GPU memory for the learner until the next push. Rank 0 calls this before a step.
 
-        Answers to an evaluation wait and continue with the new weights. The next push finds a dead server.
+        Answers to an evaluation wait and continue with the new weights. If a server is dead, the next push finds out.
         """
 
         def release(admin: ServerAdmin) -> None:
@@ -375,10 +383,10 @@ class WeightPublisher:
     def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> bool:
         """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
 
-        Returns whether any server was compared. The arguments are those of `compare`.
+        Returns whether any server was compared. See `compare` for the arguments.
 
         Raises:
-            WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
+            WeightSyncError: they differ by more than `tolerance`, so a server does not have the learner's weights.
         """
         found = self.compare(tokens, learner_logprobs, tolerance)
         for difference in found.values():
@@ -389,10 +397,13 @@ class WeightPublisher:
     def compare(
         self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance
     ) -> dict[str, str]:
-        """Return {name: how its logprobs of `tokens` differ from the learner's, "" if they agree} of every server.
+        """Compare every server's logprobs of `tokens` with the learner's. Only rank 0 calls this.
 
-        `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
-        Servers that have died since the push are left to the next push. Only rank 0 calls this.
+        Returns {server: how they differ, "" if they agree}. Servers that have died since the push are left to the next
+        push.
+
+        Args:
+            learner_logprobs: log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server can't compute them, or does not answer.
@@ -414,10 +425,13 @@ class WeightPublisher:
 
 
 def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
-    """Check that no server has `unloaded` weights, by server name. All weights were NaN before the push.
+    """Check that no server has unloaded weights. All weights were set to NaN before the push.
+
+    Args:
+        unloaded: the names of the weights that still contain a NaN, by server.
 
     Raises:
-        WeightSyncError: a server has.
+        WeightSyncError: a server has such weights.
     """
     for name, weights in unloaded.items():
         if weights:
@@ -430,7 +444,11 @@ def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
 
 
 def difference(name: str, served: Sequence[float], learners: Sequence[float], tolerance: Tolerance) -> str:
-    """Return how the logprobs of a text that the server `name` computed differ from the learner's; "" if they agree."""
+    """Return how the logprobs of a text by server `name` differ from the learner's; "" if they agree.
+
+    Args:
+        served, learners: the logprobs of the server and of the learner.
+    """
     if len(served) != len(learners):
         return (
             f"{VERIFICATION}: {name} returned {len(served)} logprobs, the learner {len(learners)} for the same "
@@ -450,14 +468,14 @@ def difference(name: str, served: Sequence[float], learners: Sequence[float], to
 
 
 class _Sums:
-    """The sums of the values of weights, and of their sizes, as servers of a type keep them."""
+    """Adds up all values of the pushed weights, and their absolute values, after conversion to the servers' type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._parts: list[tuple[float, float]] = []
 
     def over(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, and add each to the sums."""
+        """Yield the tensors unchanged, and add each to the sums."""
         for name, tensor in named_tensors:
             self._parts.append(value_sums([tensor.to(self._dtype)]))
             yield name, tensor

@@ -1,4 +1,4 @@
-"""The interface of one rollout server for the learner: pause, receive weights, resume. An engine implements it."""
+"""The interface with which the learner controls one rollout server: pause, receive weights, resume."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OF_A_WAY = {
     "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket", "note_mapped"),
     "folder": ("load_folder",),
 }
-"""The calls that deliver weights in each way that an engine may declare in `receives`."""
+"""For each way of delivery in an engine's `receives`: the calls that it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Part of a model's weights: tensors that lie one after the other in `data`, in the order of `names`."""
+    """Part of a model's weights: tensors packed one after the other in `data`, in the order of `names`."""
 
     names: list[str]
     dtypes: list[str]
@@ -37,8 +37,8 @@ class Bucket:
 class ServerAdmin(Protocol):
     """Administers one rollout server. The entry of the engine in ENGINES names the implementation.
 
-    All calls block until the server has done what was asked, and may come from any thread. All but `is_ready` raise
-    WeightSyncError when the server refuses or can't be reached, and WaitTimeoutError when it does not answer within
+    All calls block until the server has done what was requested, and may come from any thread. All except `is_ready`
+    raise WeightSyncError if the server refuses or can't be reached, and WaitTimeoutError if it does not answer within
     timeouts.push_s.
 
     New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
@@ -47,78 +47,92 @@ class ServerAdmin(Protocol):
     `receives`. The call with the last weights also gets their policy version, all others get None. If the last call
     never comes, the push has failed, and the server is not resumed before another push has sent all weights.
 
-    With weight_sync.double_buffer, whose values the engine's entry declares, `begin_update` and the calls that bring
-    weights come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and
-    `end_update`. If that push fails before the pause, the server continues with the old weights.
+    With weight_sync.double_buffer, `begin_update` and the calls that bring weights come while the server samples with
+    the old weights. Then follow `pause`, `erase_weights` if at all, and `end_update`. If that push fails before the
+    pause, the server continues with the old weights. The engine's entry declares which values of double_buffer it
+    supports.
     """
 
     def is_ready(self) -> bool:
-        """Return whether the server answers, which it does also while it is paused."""
+        """Return whether the server answers. A paused server answers too."""
 
     def pause(self, on_update: str) -> None:
-        """Stop sampling; `on_update`, which is weight_sync.on_update, says what happens to running requests.
+        """Stop sampling. Later requests must not read KV of the old weights, unless `on_update` is in_place.
 
-        No later request may read KV of the old weights, unless it is in_place.
+        Args:
+            on_update: weight_sync.on_update, what happens to running requests.
         """
 
     def resume(self) -> None:
         """Resume sampling after `pause`, with the weights and the version of the last complete update."""
 
     def begin_update(self) -> None:
-        """Prepare to receive weights. Weights of an earlier, incomplete update are dropped."""
+        """Prepare to receive weights. Those of an earlier, incomplete update are dropped."""
 
     def end_update(self) -> None:
-        """Load the weights received since `begin_update` with their version; sampling uses them from `resume` on."""
+        """Load the weights received since `begin_update`, with their version. Sampling uses them after `resume`."""
 
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        """Have all ranks of the server join a torch.distributed group as `first_rank` and those that follow.
+        """Make all ranks of the server join a torch.distributed group, as `first_rank` and the following ranks.
 
-        The learner serves the group's TCPStore at `host` and `port`. `backend` is nccl or gloo.
+        Args:
+            host, port: where the learner serves the group's TCPStore.
+            backend: nccl or gloo.
         """
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
-        """Have the server receive `bucket`, whose bytes rank 0 of the group broadcasts; `bucket.data` is not read."""
+        """Make the server receive a bucket, whose bytes rank 0 of the group broadcasts. `bucket.data` is not read here.
+        """
 
     def leave_group(self, name: str) -> None:
-        """Have all ranks of the server leave the torch.distributed group `name` and destroy it."""
+        """Make all ranks of the server leave the torch.distributed group `name` and destroy it."""
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
-        """Have the server load weights from the memory of `bucket`, which is on the server's own device or host."""
+        """Make the server load weights from the memory of `bucket`, which is on the server's own device or host."""
 
     def note_mapped(self, version: int) -> None:
-        """Note that `map_bucket` was called in another process, a learner rank of the server's GPU, up to `version`."""
+        """Record that another process, a learner rank on the server's GPU, has mapped all buckets of `version`."""
 
     def load_folder(self, folder: Path, version: int | None) -> None:
-        """Have the server load the safetensors files of a model folder."""
+        """Make the server load the safetensors files of a model folder."""
 
     def release_memory(self) -> None:
-        """Pause and free the memory of weights and KV cache. Called only for engines that declare `releases_memory`."""
+        """Pause, and free the memory of weights and KV cache.
+
+        Called only if the engine's entry declares `releases_memory`.
+        """
 
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Allocate the memory of weights or KV cache again, with undefined contents; nothing if it was not released."""
+        """Allocate the memory of weights or KV cache again, with undefined contents. Do nothing if it was not released.
+        """
 
     def erase_weights(self) -> None:
-        """Fill the weights in use with NaN, while the server is paused and before `end_update`: a push is verified.
+        """Fill the weights in use with NaN. Called before `end_update` of a verified push, while the server is paused.
 
-        A weight that the push does not bring, or that the server does not load, then stays NaN.
+        A weight that the push does not contain, or that the server does not load, then stays NaN.
         """
 
     def unloaded_weights(self) -> list[str]:
-        """Return the names, as the server has them, of all weights that hold a NaN."""
+        """Return the server's names of all weights that contain a NaN."""
 
     def value_sums(self) -> tuple[float, float]:
-        """Return (sum of x, sum of |x|) over all values of the weights in use, in float64, while paused or not."""
+        """Return (sum of x, sum of |x|) over all values of the weights in use, in float64.
+
+        The server may be paused or not.
+        """
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
-        """Return the len(tokens) - 1 values log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, as served."""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 by the server: len(tokens) - 1 values."""
 
 
 def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[str, str]:
-    """Return {call that `admin`, the ServerAdmin class of an engine's entry, does not define: what needs it}.
+    """Return the calls that a ServerAdmin class lacks, each with what needs it.
 
     Args:
+        entry: the engine's entry.
+        admin: the engine's ServerAdmin class.
         verifies: whether weight_sync.verify_every is set.
     """
     needed = dict.fromkeys(_IN_EACH_PUSH, "every push")

@@ -1,6 +1,6 @@
-"""What a verified push asks of the weights that a server holds: their sums, and whether one is NaN.
+"""Checks of weights for verified pushes: the sum of all values, and whether one is NaN.
 
-Servers of vLLM load this file by its path, so it imports nothing of this project.
+vLLM's servers load this file by its path, so it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def value_sums(weights: Iterable[Tensor]) -> tuple[float, float]:
 
 
 def holds_nan(weight: Tensor) -> bool:
-    """Return whether a value of `weight` is NaN. It has at least one, of a floating-point type."""
+    """Return whether a value of `weight` is NaN. The weight must have at least one value and a floating-point type."""
     if weight.element_size() == 1:  # torch has no maximum of these types; the mask takes as much memory as they do
         return bool(weight.isnan().any())
     return bool(weight.amax().isnan())

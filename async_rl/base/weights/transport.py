@@ -1,6 +1,6 @@
 """The base classes of weight transports, and buckets: tensors packed into flat bytes.
 
-A transport only moves bytes. The publisher (publisher.py) pauses and resumes the servers, and recovers from deaths.
+A transport only sends bytes. The publisher (publisher.py) pauses and resumes the servers, and recovers from deaths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from async_rl.base.weights.server_admin import Bucket
 
 
 class Transport(ABC):
-    """The learner's side of a transport, one object on each learner rank. Only rank 0 calls servers, unless it says so.
+    """The learner's side of a transport, one object on each learner rank. Normally only rank 0 calls servers.
 
     In each push the publisher calls `connect`, `stage`, `send` and `end_push` on rank 0, and `help` on other ranks.
     """
@@ -36,7 +36,7 @@ class Transport(ABC):
         """The type of tensors on the way: the servers' type, or bytes in a compact push."""
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
-        """Connect to all current members, on rank 0. Does nothing if exactly these are connected.
+        """On rank 0: connect to all current members. It does nothing if exactly these are connected.
 
         Raises:
             WeightSyncError: a server does not answer, or refuses.
@@ -44,7 +44,9 @@ class Transport(ABC):
         """
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:
-        """Prepare a push while the servers still generate, on rank 0. Returns what `send` gets: here, the tensors.
+        """On rank 0: prepare a push while the servers still generate.
+
+        The result is passed to `send`; here it is the tensors.
 
         A transport may gather the first tensors here, or write all of them to files.
         """
@@ -52,37 +54,38 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, staged: Any, version: int) -> int:
-        """Move the weights into every server, and return the number of bytes.
+        """On rank 0: send the weights to every server. Returns the number of bytes.
 
-        The servers are paused meanwhile, but with weight_sync.double_buffer they are paused only afterwards.
+        The servers are paused meanwhile; with weight_sync.double_buffer they are paused only afterwards.
         """
 
     def help(  # noqa: B027 - in most transports only rank 0 sends
         self, named_tensors: Iterator[tuple[str, Tensor]], version: int
     ) -> None:
-        """Take part in a push on another rank than 0. The publisher gathers the tensors that this leaves."""
+        """On other ranks: take part in a push. The publisher gathers the tensors that this call does not."""
 
     def end_push(self, served: int | None) -> None:  # noqa: B027 - in most transports only rank 0 sends
-        """End a push on rank 0, also a failed one: release other ranks that wait in `help`.
+        """On rank 0: end a push, even a failed one, and release other ranks that wait in `help`.
 
         Args:
             served: the version that all members serve now; None: the push failed.
         """
 
     def give_up(self, is_sending: bool) -> tuple[str, ...]:
-        """Free the servers that hang in a failed push, and return those that do not answer within `members.limit`.
+        """Free the servers that hang in a failed push. Returns those that do not answer within `members.limit`.
 
         Args:
-            is_sending: servers may be in an update. The publisher ends it next, and looks itself for those that hang.
+            is_sending: servers may be in an update. Then the publisher ends it next, and finds servers that hang
+                itself.
         """
         return ()
 
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
-        """Release what the transport holds here and at the servers, such as process groups or folders."""
+        """Release the transport's resources here and at the servers, such as process groups or folders."""
 
 
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:
-    """Return the dtype of the servers' weights: `model.dtype`, where auto is bfloat16 on GPUs and float32 on a CPU."""
+    """Return the dtype of the servers' weights: model.dtype, where auto means bfloat16 on GPUs and float32 on a CPU."""
     name = config.model.dtype
     if name == "auto":
         name = "float32" if device_type == "cpu" else "bfloat16"
@@ -98,15 +101,19 @@ class BucketTransport(Transport):
 
     @abstractmethod
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
-        """Start to send `bucket`. Returns immediately a function that waits until every server has received it."""
+        """Start to send `bucket`.
+
+        Returns immediately; the result is a function that waits until every server has received it.
+        """
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
-        """Gather the first bucket. Returns all buckets; the others are gathered when they are needed."""
+        """Gather the first bucket. Returns an iterator over all buckets, which gathers the others when they are needed.
+        """
         buckets = iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers)
         return itertools.chain(list(itertools.islice(buckets, 1)), buckets)
 
     def send(self, staged: Iterator[Bucket], version: int) -> int:
-        """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""
+        """Send all weights in buckets. The next bucket is gathered while one is sent. Returns the number of bytes."""
         num_bytes = 0
         wait_sent: Callable[[], Any] | None = None
         for bucket in staged:
@@ -127,10 +134,12 @@ def iter_buckets(
     dtype: torch.dtype,
     buffers: list[Tensor | None],  # two of [bytes] uint8; None: not allocated yet
 ) -> Iterator[Bucket]:
-    """Cast the tensors to `dtype` and yield them in buckets, in order. A tensor over `bucket_bytes` has its own bucket.
+    """Cast the tensors to `dtype` and yield them in buckets, in order.
 
-    The two buffers take turns: a bucket may be sent while the next one is filled, and must have been sent when the one
-    after that is requested.
+    A tensor over `bucket_bytes` gets its own bucket.
+
+    Two buffers are used in turn: one bucket may be sent while the next one is filled. A bucket must have been sent when
+    the second one after it is requested.
     """
     held: list[tuple[str, list[int]]] = []  # name and shape of each tensor in the bucket that is being filled
     size = turn = 0
@@ -180,5 +189,5 @@ def unpack(
 
 
 def bucket_num_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
-    """Return the number of bytes that tensors of these types and shapes take."""
+    """Return the total number of bytes of tensors with these types and shapes."""
     return sum(getattr(torch, d).itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True))

@@ -1,6 +1,6 @@
 """The functions and classes of `import async_rl`, with which scripts and notebooks train and evaluate.
 
-A run goes on in a thread of its own, so that it can be started where an event loop is running, as in a notebook.
+A run has its own thread, so that it can be started where an event loop is running, as in a notebook.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from async_rl.run.before_start.chosen_run import Configuration, config_of, confi
 from async_rl.run.processes.signals import RunControl, StopSignals
 
 SIGNALS_EVERY_S = 1.0
-"""How often a wait for the next step wakes, because Python may miss a signal that comes just before it waits."""
+"""How often a wait for the next step wakes up, because Python may miss a signal that comes just before the wait."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class TrainedStep:
     """One learner step of a run, as it was logged."""
 
     version: int
-    """The policy version that the step has made: 1 after the first step."""
+    """The policy version that the step produced: 1 after the first step."""
     metrics: Mapping[str, float]
-    """The step's record of metrics.jsonl by name, and the eval/... of the evaluations that ended since the last step.
-    """
+    """The step's record in metrics.jsonl, by name, with the eval/... metrics of evaluations that ended since the
+    last step."""
     run: TrainingRun
-    """The run, to end or save it."""
+    """The run, for its methods `end` and `save`."""
 
 
 Callback = Callable[[TrainedStep], object]
@@ -55,16 +55,16 @@ class TrainingRun:
                     run.end("the reward is above 0.9")
         print(run.summary)
 
-    The run does not wait for the program: while that looks at a step, the next ones are trained. Ctrl-C ends the run
-    with its step and a checkpoint, a second one at once. An error of the program ends it with its step, too. If the
-    program leaves its loop over the steps by `break`, the end of the `with` block ends the run as `end` does; without a
-    loop the block waits for all of run.steps. An object is one run.
+    The run does not wait for the program: while the program handles a step, the next steps are trained. Ctrl-C ends the
+    run after its step, with a checkpoint; a second one ends it immediately. An error of the program also ends it after
+    its step. If the program leaves its loop over the steps by `break`, the end of the `with` block ends the run as
+    `end` does; without a loop the block waits for all of run.steps. An object is one run.
 
     Args:
         config: the configuration; None: the configuration of the run to continue.
-        overrides: settings over it, such as "staleness.max=2".
-        resume: a run directory to continue, from its newest checkpoint, or one of its checkpoints. "auto": start the
-            run of `config`, or continue it if it has a checkpoint; one that has come to its end has no steps, and its
+        overrides: settings on top of it, such as "staleness.max=2".
+        resume: a run directory to continue from its newest checkpoint, or one of its checkpoints. "auto": start the
+            run of `config`, or continue it if it has a checkpoint; if it is complete, there are no steps, only its
             summary.
 
     Raises:
@@ -86,18 +86,21 @@ class TrainingRun:
 
     @property
     def run_dir(self) -> Path:
-        """The directory of the run; before it has begun, the one that it gets unless another run has the name."""
+        """The directory of the run. Before the run starts: the directory that it will get unless the name is taken."""
         return self._control.run_dir or self._complete_dir or self.config.run_dir
 
     def end(self, reason: str = "the program ended the run") -> None:
-        """Have the run end after its step as if run.steps were reached: it is evaluated, saved and summed up.
+        """End the run after its current step as if run.steps were reached: it is evaluated, saved and summed up.
 
-        `reason` stands on the console and in the summary. May be called from any thread, also before the first step.
+        May be called from any thread, also before the first step.
+
+        Args:
+            reason: why; shown on the console and in the summary.
         """
         self._control.end(reason or "the program ended the run")
 
     def save(self) -> None:
-        """Have a checkpoint written after the step under way; `checkpoint.keep_last` counts it as any other."""
+        """Write a checkpoint after the current step. checkpoint.keep_last counts it like any other."""
         self._control.save()
 
     def __enter__(self) -> TrainingRun:
@@ -116,7 +119,7 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for the end of the run, and raise its error unless the program has one of its own but Ctrl-C.
+        """Wait for the end of the run, and raise its error. An error of the program, except Ctrl-C, takes precedence.
 
         Raises:
             AsyncRLError, KeyboardInterrupt: as `async_rl.pipeline.run`.
@@ -141,7 +144,7 @@ class TrainingRun:
             yield step
 
     def _next(self) -> TrainedStep | None:
-        """Return the next step, None at the end. A second Ctrl-C does not raise here: the run ends, and raises it."""
+        """Return the next step; None at the end. A second Ctrl-C is not raised here, but by the run, which ends."""
         while not self._has_ended:
             try:
                 step = self._events.get(timeout=SIGNALS_EVERY_S)
@@ -177,8 +180,8 @@ def train(
 
     Args:
         config, overrides, resume: as for `TrainingRun`.
-        callbacks: called in order with each `TrainedStep` once it is logged, in the caller's thread. An error that
-            one raises ends the run with its step and a checkpoint, and is raised here.
+        callbacks: called in order with each `TrainedStep` once it is logged, in the caller's thread. If one raises, the
+            run ends after its step, with a checkpoint, and the error is raised here.
 
     Raises:
         ConfigError: a setting can't work, and nothing was started. AsyncRLError: the run failed.
@@ -193,12 +196,12 @@ def train(
 
 
 def evaluate(model: str | Path, config: Configuration | None = None, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Return the metrics `eval/...` of a model folder on the held-out prompts of a configuration.
+    """Evaluate a model on the held-out prompts of a configuration, and return the metrics `eval/...`.
 
     Args:
         model: a Hugging Face folder, such as RUN_DIR/model, or the name of a model on the hub.
         config: the configuration; None: the configuration of the run in whose folder the model is.
-        overrides: settings over it, such as "eval.samples_per_prompt=4".
+        overrides: settings on top of it, such as "eval.samples_per_prompt=4".
 
     Raises:
         ConfigError: there is no such folder or configuration, or a setting can't work.
@@ -225,9 +228,9 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
 
 
 def _in_own_loop(work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float]:
-    """Return what the coroutine returns, run in a loop and a thread of its own: the caller's thread may have a loop.
+    """Run a coroutine in a new event loop and thread, because the caller's thread may have a loop; return its result.
 
-    KeyboardInterrupt cancels it, and is raised once it has ended.
+    KeyboardInterrupt cancels the coroutine, and is raised once it has ended.
     """
     tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, float]]]] = []
 

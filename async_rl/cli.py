@@ -1,6 +1,6 @@
 """The command `async-rl`: the options of every subcommand, then a function for each.
 
-A function imports its code only when it runs: --help is instant, and a run loads nothing of sweeps or the doctor.
+A function imports its code only when it runs: --help is fast, and a run loads nothing of sweeps or the doctor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help begins with the description: a sentence, and an example."""
+    """An argument parser whose help begins with the description: a sentence and an example."""
 
     def format_help(self) -> str:
         description, self.description = self.description, None
@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments; `run` is the command's function. CONFIG and words such as key=value may stand anywhere."""
+    """Parse the arguments; the result's `run` is the command's function. CONFIG and key=value words may be anywhere."""
     parser = _Parser(
         prog="async-rl",
         description=_description(
@@ -97,19 +97,24 @@ def _has_no_value(word: str) -> bool:
 
 
 def _is_file(word: str) -> bool:
-    """Whether a word with `=` is a path, such as runs/lr=1/config.yaml: no key of the configuration has a slash."""
+    """Whether a word with `=` is a path, such as runs/lr=1/config.yaml. No configuration key contains a slash."""
     return "/" in word.partition("=")[0] or os.path.isfile(word)
 
 
 def _description(sentence: str, example: str) -> str:
-    """Return a command's description, with which its --help begins: the sentence, and an example of a call."""
+    """Return the beginning of a command's --help: the sentence, and an example of a call."""
     return f"{sentence}\n\nexample: {example}"
 
 
 def _add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
 ) -> argparse.ArgumentParser:
-    """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
+    """Add a command and return its parser.
+
+    Args:
+        run: the command's function, which returns the exit code.
+        example: what a user types after the command's name.
+    """
     description = _description(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(run=run)
@@ -238,7 +243,12 @@ def _add_sweeps(commands: Any) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
-    """Add the arguments CONFIG and key=value. The error for a CONFIG that is needed and missing ends with `or_else`."""
+    """Add the arguments CONFIG and key=value.
+
+    Args:
+        is_needed: whether a missing CONFIG is an error.
+        or_else: the end of that error's message.
+    """
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value", default=[],
         help="a YAML file, e.g. quickstart.yaml, which `async-rl init` writes, and settings over it, e.g. "
@@ -306,7 +316,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _certify(args: argparse.Namespace) -> int:
-    """Return EXIT_ERROR if an axis is broken."""
+    """Run the command `certify`. The exit code is EXIT_ERROR if an axis is broken."""
     from async_rl.run.processes.signals import StopSignals
 
     with StopSignals() as signals, signals.deferred():

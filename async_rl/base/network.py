@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
 """Variables that name an interface, each with the prefix of its value: without `=` NCCL also takes eth10 for eth1."""
 _NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""The values that SGLang sets in its servers; NCCL's defaults are 1. All ranks of a group on a host must agree."""
+"""The values that SGLang sets in its servers. All ranks of a group on a host must agree; NCCL itself has both on."""
 
 
 def use_interface(host: str) -> None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from learner.stages.reward_training import RewardData
 
 _MOST_DEMONSTRATIONS = 256
-"""The demonstrations whose mean reward is made 0."""
+"""The most demonstrations whose mean reward is shifted to 0."""
 
 
 def make_sft_model(config: Config) -> Path:
-    """Fine-tune sft.base on the task's demonstrations; returns the result's folder, model.path."""
+    """Fine-tune sft.base on the task's demonstrations. Returns the folder of the result, model.path."""
     from async_rl.base.config.loading import dump_config
     from async_rl.base.models_and_data.fetching import located, pinned
     from async_rl.base.models_and_data.hub_names import DATA_KEYS
@@ -60,7 +60,7 @@ def make_sft_model(config: Config) -> Path:
 
 
 def make_reward_model(config: Config) -> Path:
-    """Train a reward model on reward_training.path; returns the result's folder, reward_model.path."""
+    """Train a reward model on reward_training.path. Returns the folder of the result, reward_model.path."""
     from async_rl.base.config.loading import dump_config
     from async_rl.base.models_and_data.fetching import located, pinned
     from async_rl.base.models_and_data.hub_names import COMPARISON_KEYS, DATA_KEYS
@@ -84,7 +84,7 @@ def make_reward_model(config: Config) -> Path:
 
 
 def reward_data(config: Config) -> RewardData:
-    """Read the comparisons and, if demonstrations get the reward 0, the task's demonstrations, as reward rows."""
+    """Read the data of the reward training: the comparisons, and with zero_at demonstrations the demonstrations."""
     from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer
     from learner.models.reward_model import RewardRows
     from learner.stages.reward_training import Comparison, RewardData
@@ -120,7 +120,11 @@ def reward_data(config: Config) -> RewardData:
 
 
 def _show(reports: Iterable[StepDone], head: str) -> None:
-    """Print a line for each report; `head` has a place for the number of its step."""
+    """Print a line for each report.
+
+    Args:
+        head: a format for the beginning of the line, with a placeholder for the step.
+    """
     for report in reports:
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
         print(f"{head.format(report.version)}  {values}", flush=True)

@@ -1,4 +1,4 @@
-"""Checks for a server that the run does not start: the one at rollout.server_url."""
+"""Checks of a server that the run does not start: the one at rollout.server_url."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from async_rl.base.errors import ConfigError
 def check_server_reaches_learner(config: Config) -> None:
     """Check that a server at rollout.server_url can reach the learner at network.host, if the transport needs that.
 
-    With weight_sync.transport auto nothing is checked yet. On several nodes Ray's addresses are used.
+    Nothing is checked for weight_sync.transport auto, or on several nodes, where Ray's addresses are used.
 
     Raises:
-        ConfigError: the server is elsewhere and network.host is on loopback; or no host with its name can be found.
+        ConfigError: the server is on another host but network.host is on loopback; or the server's name is unknown.
     """
     url, transport, entry = config.rollout.server_url, config.weight_sync.transport, config.weight_sync.transport_entry
     if not url or entry is None or entry.delivers == "folder" or config.placement.num_nodes > 1:
@@ -34,7 +34,10 @@ def check_server_reaches_learner(config: Config) -> None:
 
 
 def _is_here(url: str) -> bool:
-    """Whether the host in `url`, a name or an address, is this one. So is 0.0.0.0, where servers listen."""
+    """Whether the host in `url`, a name or an address, is this host.
+
+    0.0.0.0, where servers listen, counts as this host.
+    """
     try:
         found = socket.getaddrinfo(urlsplit(url).hostname, None)
     except (OSError, UnicodeError) as error:
@@ -48,6 +51,6 @@ def _is_here(url: str) -> bool:
 
 
 def _plain(text: str) -> IPv4Address | IPv6Address:
-    """Return the address of a text; IPv4 in the form of IPv6, such as ::ffff:127.0.0.1, becomes IPv4."""
+    """Parse an IP address. IPv4 in the form of IPv6, such as ::ffff:127.0.0.1, becomes IPv4."""
     address = ip_address(text)
     return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

@@ -1,4 +1,4 @@
-"""The run that `async-rl train` or `TrainingRun` starts or continues, and its configuration."""
+"""Determines the run that `async-rl train` or `TrainingRun` starts or continues, and its configuration."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import find_checkpoint, run_dir_of
 
 Configuration = Config | str | Path | Mapping[str, Any]
-"""A Config, the path of a YAML file, or the settings themselves, as in the file: {"model": {"path": ...}, ...}."""
+"""A Config, the path of a YAML file, or settings in the form of such a file: {"model": {"path": ...}, ...}."""
 
 
 def config_to_start(
     config: Configuration | None, overrides: Sequence[str] = (), resume: str | Path = ""
 ) -> tuple[Config, Path | None]:
-    """Return the Config of a run that starts or continues, and the run directory if resume="auto" finds it complete.
+    """Return the Config of the run to start or continue, and its run directory if resume="auto" finds it complete.
 
     Args:
         config, overrides, resume: as for `TrainingRun` in async_rl/api.py.
+
+    Returns:
+        (Config, run directory of the complete run or None).
 
     Raises:
         ConfigError: there is neither a configuration nor a run to continue, or a setting can't work.
@@ -50,7 +53,7 @@ def config_to_start(
 
 
 def nothing_left(config: Config, run_dir: Path) -> str:
-    """Return the sentence on a run that `config_to_start` finds complete."""
+    """Return the message about a run that `config_to_start` finds complete."""
     summary = json.loads((run_dir / "summary.json").read_text())
     if summary["steps"] >= config.run.steps:
         return f"{run_dir} has its {config.run.steps} steps: nothing is left to train"
@@ -62,7 +65,7 @@ def nothing_left(config: Config, run_dir: Path) -> str:
 
 
 def config_of(config: Configuration, overrides: Sequence[str] = ()) -> Config:
-    """Return the Config of a file or of settings, with overrides on top; a Config stays as it is without any."""
+    """Return a Config with overrides applied, loading it from a file or settings if necessary."""
     if not isinstance(config, Config):
         return load_config(config, overrides)
     return load_config(dataclasses.asdict(config), overrides) if overrides else config

@@ -1,7 +1,7 @@
-"""This host's GPUs: whether torch finds them (else a run would train on the CPU without a word), and their memory.
+"""This host's GPUs: whether torch finds them (otherwise a run would silently train on the CPU), and their memory.
 
-The CUDA driver is asked without a context on a device, which would take memory there. With the sizes of the GPUs the
-memory of a run is planned before its start (learner/memory/memory_plan.py).
+The CUDA driver is asked without creating a context on a device, which would take memory there. From the GPUs' sizes the
+memory of a run is planned before it starts (learner/memory/memory_plan.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEVICES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
-"""The oldest NVIDIA driver by major version of CUDA."""
+"""The oldest supported NVIDIA driver, by major version of CUDA."""
 UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 
 
@@ -29,7 +29,7 @@ def check_gpu_driver() -> None:
     """Check that torch finds this host's GPUs, unless there are none or the user has hidden them.
 
     Raises:
-        ConfigError: there are GPUs and torch finds none; it says which driver is needed and which one is there.
+        ConfigError: there are GPUs but torch finds none. The message has the driver's version and the needed one.
     """
     gpus = [file.name for file in DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
     if not gpus or hides_gpus():
@@ -54,7 +54,7 @@ def check_gpu_driver() -> None:
 
 
 def smallest_gpu_bytes() -> int:
-    """Return the memory of the smallest GPU that CUDA shows to this process; 0 if the CUDA driver names none."""
+    """Return the memory of the smallest GPU visible to this process; 0 if the CUDA driver reports none."""
     cuda, devices = _visible_devices()
     size = ctypes.c_size_t()
     return min(
@@ -63,10 +63,10 @@ def smallest_gpu_bytes() -> int:
 
 
 def checked_gpu_bytes() -> int:
-    """Return `smallest_gpu_bytes` of this process of a Ray cluster.
+    """Return `smallest_gpu_bytes` on this host of a Ray cluster, after `check_gpu_driver`.
 
     Raises:
-        ConfigError: this host has GPUs, and torch finds none; it names the host, where nothing else would notice.
+        ConfigError: this host has GPUs but torch finds none. The message names the host.
     """
     import ray
 
@@ -78,7 +78,7 @@ def checked_gpu_bytes() -> int:
 
 
 def _visible_devices() -> tuple[Any, list[ctypes.c_int]]:
-    """Return (the CUDA driver, its handles of the GPUs that it shows to this process); (None, []) without a driver."""
+    """Return (the CUDA driver, its handles of the GPUs visible to this process); (None, []) without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -91,7 +91,12 @@ def _visible_devices() -> tuple[Any, list[ctypes.c_int]]:
 
 
 def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
-    """Return the plan for `gpus` GPUs of `num_bytes` on all hosts together; with 0 for a host with `num_bytes`."""
+    """Return the memory plan of a run.
+
+    Args:
+        gpus: the number of GPUs of all hosts together; 0: the run uses no GPU.
+        num_bytes: the memory of each GPU, or without GPUs of the host.
+    """
     from learner.memory.memory_plan import MemoryPlan
     from rollout_server.engines.base import kv_token_bytes
 
@@ -99,7 +104,7 @@ def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
 
 
 def plan_here(config: Config) -> MemoryPlan | None:
-    """Return the plan for a run on this host; None: the size of its GPUs is not known."""
+    """Return the memory plan of a run on this host; None if the size of its GPUs is not known."""
     from learner.memory.room import host_bytes
 
     gpus = gpus_here()
@@ -108,7 +113,7 @@ def plan_here(config: Config) -> MemoryPlan | None:
 
 
 def check_memory(config: Config) -> list[str]:
-    """Return warnings about memory on this host, see MemoryPlan.check. ConfigError: it is too small."""
+    """Check the memory of this host. Returns warnings, see MemoryPlan.check. ConfigError: it is too small."""
     from learner.memory.room import host_bytes, surely_fits_host
 
     if not gpus_here() and surely_fits_host(config, host_bytes()):

@@ -1,7 +1,7 @@
 """Checks of a configuration against the files that it names and against this host.
 
-`async-rl train` makes these checks before it starts anything and ends at the first that fails; `async-rl doctor` shows
-all results. If Ray may place the run on other hosts, checks of this host alone are left out.
+`async-rl train` makes these checks before it starts anything and ends at the first failure; `async-rl doctor` shows all
+results. If Ray may place the run on other hosts, checks of this host alone are left out.
 """
 
 from __future__ import annotations
@@ -57,28 +57,34 @@ MODEL, TASK = "model and tokenizer", "task"
 
 @dataclass(frozen=True, slots=True)
 class PreflightCheck:
-    """One check of the configuration, which `async-rl doctor` shows as one line."""
+    """A check of the configuration. `async-rl doctor` shows its result as a line."""
 
     what: str
     value: str
-    """The value of the setting in the config."""
+    """The value of the checked setting."""
     run: Callable[[], Sequence[str] | None]
-    """Makes the check; raises ConfigError if it fails. Returns cautions: what works but may not be meant."""
+    """Makes the check; raises ConfigError if it fails. Returns warnings about settings that work but may not be
+    intended."""
     needs: tuple[str, ...] = ()
-    """`what` of the checks that must succeed before this one can be made."""
+    """The names (`what`) of the checks that must succeed before this one can be made."""
     pools: tuple[str, ...] = ()
-    """The pools whose hosts must pass it, e.g. ("rollout", "eval"). (): only the driver's host makes it."""
+    """The pools whose hosts must pass the check, e.g. ("rollout", "eval"). (): it is made only on the driver's host."""
 
 
 def task_of(config: Config) -> Callable[[], Task]:
-    """Return a function that opens the task of `config` when it is called first, and then returns the same one."""
+    """Return a function that returns the task of `config`.
+
+    Its first call opens the task, later ones return the same one.
+    """
     from rollout_server.tasks.base import open_task
 
     return cache(lambda: open_task(config, load_tokenizer(config.model.path)))
 
 
 def check_names(config: Config) -> None:
-    """Check that the files and functions that the configuration names exist, before anything slow is imported.
+    """Check that the files and `module:name` functions in the configuration exist.
+
+    Runs before slow packages are imported.
 
     Raises:
         ConfigError: a file is missing, or a `module:name` can't be imported.
@@ -101,16 +107,16 @@ def check_names(config: Config) -> None:
 
 
 def check_inputs(config: Config, task: Callable[[], Task] | None = None) -> list[str]:
-    """Make all checks of `config`, and return their cautions; raises the ConfigError of the first that fails.
+    """Make all checks of `config`, and return their warnings. Raises the ConfigError of the first check that fails.
 
     Args:
-        task: what `task_of` has returned, for a caller that needs the task, too.
+        task: the result of `task_of`, if the caller needs the task too.
     """
     return [caution for each in input_checks(config, task) for caution in each.run() or ()]
 
 
 def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list[PreflightCheck]:
-    """Return all checks that apply to `config`; each comes after those that it `needs`."""
+    """Return all checks that apply to `config`. Each check comes after those that it `needs`."""
     model, host = config.model.path, config.network.host
     has_questions = bool(config.task.path or config.task.name)
     task = task or task_of(config)
@@ -170,11 +176,12 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
 
 
 def _check_loading(key: str, path: str, config: Config, attention: str) -> None:
-    """Load the model in `path`, the value of `key`, without its weights, and check what the learner does with it.
+    """Load the model in `path`, the value of `key`, without its weights, and check that the learner can use it.
 
-    All must not be quantised. Policy and reference must be of a kind that the learner can train. The policy must have
-    the names of its weight files (else a push would miss some), and take adapters and frozen weights. The others must
-    read the policy's rows. With learner.sequence_parallel all but reward encoders must be of a kind that can be split.
+    No model may be quantised. Policy and reference must be of a kind that the learner can train. The policy must have
+    the names of its weight files (else a push would miss some), and support adapters and frozen weights. The other
+    models must support the policy's rows. With learner.sequence_parallel, all except reward encoders must be of a kind
+    that can be split.
     """
     from async_rl.base.models_and_data.model_loading import check_reads_rows, load_without_weights
 
@@ -225,7 +232,7 @@ def _check_login(name: str) -> None:
 
 
 def _check_addresses(config: Config) -> None:
-    """Check that network.host is an address of this host, and is one for a server at rollout.server_url."""
+    """Check that network.host is an address of this host, and that a server at rollout.server_url can reach it."""
     interface_of(config.network.host)
     if config.rollout.server_url:
         from async_rl.run.before_start.attached_server import check_server_reaches_learner
@@ -240,7 +247,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_disk(config: Config) -> None:
-    """Check with a bound on the size of a checkpoint and, if that has no room, with the size itself."""
+    """Check the free space for an upper bound on the size of a checkpoint; if that does not fit, for its exact size."""
     from learner.memory.room import most_state_bytes
 
     try:
@@ -252,7 +259,7 @@ def _check_disk(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Check that the engine rollout.engine can serve the model in model.path. Raises ConfigError if not."""
+    """Raise ConfigError if the engine rollout.engine can't serve the model in model.path."""
     if reason := config.rollout.engine_entry.why_model_refused(config):
         raise ConfigError(f"rollout.engine {config.rollout.engine} can't serve {config.model.path}: {reason}")
     if recorded_experts(config) and not config.rollout.engine_entry.records_routing:
@@ -265,7 +272,12 @@ def check_model(config: Config) -> None:
 
 
 def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
-    """Check that the ServerAdmin class of the engine `name` defines all calls that pushes will make."""
+    """Check that the ServerAdmin class of the engine `name` defines all calls that pushes need.
+
+    Args:
+        entry: the engine's entry.
+        verifies: whether weight_sync.verify_every is set.
+    """
     from async_rl.base.weights.server_admin import lacking_calls
 
     admin = entry.load_admin()
@@ -279,7 +291,10 @@ def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
 
 
 def _check_task(task: Task, has_questions: bool) -> list[str]:
-    """Make the task's first prompt, which alone shows that a task's template fails; returns the task's cautions."""
+    """Create the task's first prompt, because only that shows whether its chat template works.
+
+    Returns the task's warnings.
+    """
     prompt = task.prompt(0)
     if not len(prompt.tokens) and has_questions:
         raise ConfigError(
@@ -300,9 +315,9 @@ def _check_episodes(config: Config) -> None:
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:
-    """Open the rewards and the gold reward, and try those of the user.
+    """Open the rewards and the gold reward, and try the user's own ones.
 
-    Returns a caution for each that runs programs without containment.
+    Returns a warning for each reward that runs programs without containment.
     """
     from rollout_server.rewards.base import open_gold_reward, open_rewards
 
@@ -317,10 +332,12 @@ def _check_reward(config: Config, task: Task) -> list[str]:
 
 
 def _try_reward(named: NamedReward, name: str, task: Task) -> None:
-    """Call a reward function of the user's with the first prompt and its right answer, within its time limit, and check
-    its result.
+    """Call a user's reward function with the first prompt and its right answer, and check its result and duration.
 
-    Calls that may wait for a network (`async def`, `open`) and rewards of episodes and groups are not tried.
+    Rewards that may wait for a network (`async def`, `open`) and rewards of episodes or groups are not called.
+
+    Args:
+        name: the name in the configuration.
     """
     from rollout_server.rewards.base import is_async
     from rollout_server.rewards.contract import read_verdict
@@ -342,7 +359,7 @@ def _try_reward(named: NamedReward, name: str, task: Task) -> None:
 
 
 def _check_judge(config: Config) -> list[str]:
-    """Check the model of the judge's servers; returns a caution if it has no chat template."""
+    """Check the model of the judge's servers. Returns a warning if it has no chat template."""
     judge = config.judge
     check(not judge.urls, "judge.urls", list(judge.urls), "empty with judge.path", "The run fills them in.")
     return check_model_folder(judge.path, key="judge.path")

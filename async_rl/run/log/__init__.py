@@ -1,4 +1,4 @@
-"""What the driver writes down: the metrics of each step, the results, and the timeline.
-`run_log.py` takes the reports of all processes.
-Pipeline, tools and the supervisor may import it.
+"""What the driver writes: the metrics of each step, the results, and the timeline.
+`run_log.py` collects the reports of all processes.
+Pipeline, tools and the supervisor may import this package.
 """

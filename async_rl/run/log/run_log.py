@@ -1,4 +1,5 @@
-"""The driver's log of a run: merges the reports of all processes into metrics per step, utilisation and a summary."""
+"""The driver's log of a run. It combines the reports of all processes to metrics per step, utilisation and a summary.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ from async_rl.run.watch.watcher import Finding, Watcher, limits_of
 
 Values = dict[str, float]
 SHARES = ("utilisation/", "occupancy/", "gpu/")
-"""The beginnings of the keys of metrics that say how busy the pools were."""
+"""The prefixes of metrics that say how busy the pools were."""
 MOST_METRICS = 2**16
-"""The most metrics that are kept apart until a step ends; beyond that, metrics of one key become one. Workers report
-twice a second, also while a pause holds the learner for days."""
+"""The most metrics that are stored separately until a step ends. Beyond that, metrics with one key are combined.
+Workers report twice a second, even while a pause stops the learner for days."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenStep:
-    """A step that is not logged yet; the times are by the driver's clock."""
+    """A step that is not logged yet. Its times are from the driver's clock."""
 
     report: StepDone
     end_s: float
@@ -56,10 +57,10 @@ class _OpenStep:
 class RunLog:
     """Collects the reports of all processes in the driver, and logs each step when it is complete.
 
-    A step's record holds the learner's metrics of that step and the metrics that the rollout workers reported since the
-    record before. It is written when every learner rank has reported the step and every rollout pool has reported spans
-    beyond the step's end, which its utilisation needs; for that it waits at most timeouts.silent_s. Spans and samples
-    of older steps are in timeline.json only.
+    A step's record has the learner's metrics of the step, and the metrics that rollout workers reported since the last
+    record. It is written when every learner rank has reported the step and every rollout pool has reported spans beyond
+    the step's end, which its utilisation needs; it waits for that at most timeouts.silent_s. Spans and samples that
+    arrive later are only in timeline.json.
     """
 
     def __init__(self, config: Config, on_step: StepListener = lambda version, metrics: None) -> None:
@@ -114,7 +115,11 @@ class RunLog:
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _find_unlogged(self, past: list[dict[str, float | None]]) -> None:
-        """Find the steps up to the checkpoint that were not logged before the driver was killed, and tell of them."""
+        """Find the steps up to the checkpoint that were trained but not logged before the resume, and print them.
+
+        Args:
+            past: the records of metrics.jsonl.
+        """
         from async_rl.base.run_dir.resuming import missing_steps, numbers_text, restored_records
 
         missing = missing_steps(past, self.version)
@@ -129,9 +134,9 @@ class RunLog:
             self.logger.note(f"step {numbers_text(lost)}: not logged before the run ended; no file has the metrics")
 
     def _note_values(self, version: int, values: Values) -> Values:
-        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
+        """Store the metrics of a step or an evaluation that the summary and the choice of checkpoints need.
 
-        Returns the values of the metrics `alarm/<rule>`, 1 or 0, of the rules that were checked.
+        Returns the metrics `alarm/<rule>`, 1 or 0, of the rules that were checked.
         """
         self.results.add(version, values)
         if "eval/accuracy" in values:
@@ -141,7 +146,7 @@ class RunLog:
         return self.logger.reduce([Metric(f"alarm/{name}", float(is_on), "max") for name, is_on in states.items()])
 
     def _tell_findings(self) -> None:
-        """Say which alarms began or ended with the step or evaluation that was logged."""
+        """Print which alarms began or ended with the step or evaluation that was logged last."""
         found, self._finding = self._finding, None
         if found is None:
             return
@@ -153,7 +158,12 @@ class RunLog:
             self._troubles.append(found)
 
     def take_trouble(self) -> Finding | None:
-        """Return the oldest trouble that was not returned yet, unless a person has accepted its rules since."""
+        """Return the oldest trouble that was not returned before, and None if there is none.
+
+        Accepted trouble is skipped.
+
+        Trouble is accepted if a person has accepted all of its rules since.
+        """
         while self._troubles:
             found = self._troubles.popleft()
             if not self.watcher.accepted.issuperset(found.trouble):
@@ -168,7 +178,7 @@ class RunLog:
         prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:
-        """Add a report of `process` to the log, and log the steps that it completes."""
+        """Add a report of `process`, and log the steps that are complete with it."""
         match report:
             case StepDone():
                 spans = self.timeline.add(report)
@@ -200,19 +210,19 @@ class RunLog:
         self._close_steps()
 
     def add_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Add metrics of the driver or a worker to the next step that is logged."""
+        """Add metrics of the driver or a worker to the next logged step."""
         self._since_step.extend(metrics)
         if len(self._since_step) > MOST_METRICS:
             self._since_step = folded(self._since_step)
 
     def lost(self, process: str) -> None:
-        """Log steps without waiting for the spans of a server that died, until it reports again."""
+        """Called when a server has died: steps are logged without its spans until it reports again."""
         self._reported_until_s.pop(process, None)
         self._lost_s.setdefault(process, time.monotonic())
         self._close_steps()
 
     def restarted(self, process: str, version: int | None) -> None:
-        """Report on the console that a server is back, and add its downtime to the timeline.
+        """Print that a server is back, and add its downtime to the timeline.
 
         Args:
             version: the version of its weights; None: it is an evaluation server, which gets the next version.
@@ -223,9 +233,9 @@ class RunLog:
         self.timeline.add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
 
     def close_overdue(self) -> None:
-        """Log the steps that have waited for reports for timeouts.silent_s, without these, and say so on the console.
+        """Log the steps that have waited timeouts.silent_s for reports, without these reports, and print that.
 
-        Later steps don't wait for a rollout process that is behind, until its reports have caught up.
+        Later steps don't wait for the late rollout process until its reports have caught up.
         """
         limit_s = self._config.timeouts.silent_s
         while self._pending and time.monotonic() - self._pending[0].arrived_s > limit_s:
@@ -244,11 +254,11 @@ class RunLog:
 
     @property
     def has_open_steps(self) -> bool:
-        """Whether a step is not logged yet, because reports of some process are missing."""
+        """Whether a step is not logged yet, because some process has not sent its report."""
         return bool(self._pending)
 
     def add_eval(self, *reports: EvaluationDone) -> None:
-        """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept.
+        """Log the metrics of an evaluation as a separate record, and prune checkpoints, of which the best are kept.
 
         Args:
             reports: the reports of all parts of the evaluation.
@@ -265,7 +275,7 @@ class RunLog:
             self._evals_to_tell |= values
 
     def skipped_eval(self, version: int, reason: str) -> None:
-        """Say and count that a version stays without the evaluation that was due."""
+        """Print and count that the due evaluation of a version is skipped."""
         self.results.skipped_evals += 1
         self.logger.note(f"version {version} is not evaluated: {reason}")
         self.add_metrics([Metric("eval/skipped", float(self.results.skipped_evals), "last")])
@@ -305,7 +315,10 @@ class RunLog:
         self._on_step(report.version, values | evals)
 
     def begin_lineage(self) -> None:
-        """Make a resume final: it is not undone any more. Logs the steps that were trained but not logged before it."""
+        """Make a resume final, so that it is not undone any more.
+
+        Logs the steps that were trained but not logged before it.
+        """
         self.has_begun = True
         write_config(self._config)
         self.logger.begin_lineage()
@@ -313,14 +326,18 @@ class RunLog:
             self.logger.log_restored(self._restored.pop(0))
 
     def close(self) -> None:
-        """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""
+        """Log the remaining steps, complete and plot timeline.json, and close everything. Also called after a crash."""
         with contextlib.closing(self.logger), contextlib.closing(self.timeline):
             while self._pending:
                 self._close_step(self._pending.pop(0))
             self._prune()
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """Return the content of summary.json, by key."""
+        """Return the content of summary.json.
+
+        Args:
+            buffer_counters: the buffer's last counters.
+        """
         resumes = 0
         if self._config.run.resume:
             from async_rl.base.run_dir.resuming import kept_resumes
@@ -342,7 +359,7 @@ class RunLog:
 
 
 class RunResults:
-    """Takes the metrics of the steps and evaluations of a run, also of those before a resume."""
+    """Collects the results of a run from the metrics of its steps and evaluations, including those before a resume."""
 
     def __init__(self) -> None:
         self.evals: list[tuple[int, Values]] = []
@@ -355,7 +372,7 @@ class RunResults:
         self._last_reward: float | None = None
 
     def add(self, version: int, values: Values) -> None:
-        """Take the metrics of a step or an evaluation."""
+        """Add the metrics of a step or an evaluation."""
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         self._last_reward = values.get("reward/mean", self._last_reward)
@@ -363,16 +380,23 @@ class RunResults:
             self.evals[1:] = [(version, values)]
 
     def count_past(self, values: Values) -> None:
-        """Take the counts of a step from before a resume; this process's own are counted when they are reported."""
+        """Add the counts in the record of a step before a resume.
+
+        Those of this process are counted when they are reported.
+        """
         self.failed_groups += int(values.get("rollout/failed", 0.0))
         self.skipped_evals = max(self.skipped_evals, int(values.get("eval/skipped", 0.0)))
 
     def summary(self, version: int, figures: Figures, timeline: RunTimeline) -> dict[str, Any]:
-        """Return these parts of the summary of a run that has ended at a version.
+        """Return the part of summary.json that has rewards, accuracy, staleness, durations, rates and utilisation.
 
-        Means, rates and utilisation come from async_rl/base/telemetry/metrics.py, over the steps of the whole run. They
-        leave out the first step of each start, which includes the warm-up; `pools` has the last start alone. A
-        staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
+        Means, rates and utilisation are figures over the steps of the whole run (async_rl/base/telemetry/metrics.py).
+        They leave out the first step of each start, which includes the warm-up. `pools` covers only the time since the
+        last start. If staleness, reward or accuracy was not measured, it is None; push_ms and pause_ms are 0 instead.
+
+        Args:
+            version: the last version.
+            figures: the figures of the metrics.
         """
         seconds = figures.total("time/step_s")
         summary: dict[str, Any] = {
@@ -397,7 +421,8 @@ class RunResults:
         return summary | self._held_out(version)
 
     def _held_out(self, version: int) -> dict[str, Any]:
-        """Return the results of the evaluations of version 0 and of `version`; other versions do not count."""
+        """Return the results of the evaluations of version 0 and of `version`, the last one, as far as they were made.
+        """
         if not self.evals:
             return {}
         (begun, first), (evaluated, last) = self.evals[0], self.evals[-1]

@@ -15,7 +15,7 @@ from async_rl.base.telemetry.plots import plot_timeline
 from async_rl.base.telemetry.timeline import ChromeTrace, HostClocks, Sample, Span, Usage
 
 MOST_SAMPLES = 2**16
-"""If more samples are in memory, as while a pause holds the learner for days, each pool's are thinned out."""
+"""If more samples are in memory, for example while a pause stops the learner for days, each pool's are thinned out."""
 
 
 class RunTimeline:
@@ -42,7 +42,7 @@ class RunTimeline:
         self._clocks = HostClocks()
 
     def add(self, report: TimedReport) -> list[Span]:
-        """Keep the spans and samples of a report; returns the spans in times of the driver's clock."""
+        """Add the spans and samples of a report. Returns the spans with times of the driver's clock."""
         shift_s = self._clocks.behind_s(report.clock, report.sent_s)
         spans = [replace(s, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in report.spans]
         self.add_spans(spans)
@@ -55,7 +55,7 @@ class RunTimeline:
         return spans
 
     def add_spans(self, spans: Sequence[Span]) -> None:
-        """Keep spans in times of the driver's clock; adjacent ones of one state become one."""
+        """Add spans with times of the driver's clock. Adjacent spans with the same state are merged."""
         for span in spans:
             recent = self._recent.setdefault(span.pool, [])
             last = recent[-1] if recent else None
@@ -65,9 +65,9 @@ class RunTimeline:
                 recent.append(span)
 
     def end_step(self, end_s: float) -> Usage:
-        """Note that a step ended at `end_s`, by the driver's clock, and return its utilisation.
+        """Record that a step ended at `end_s`, by the driver's clock. Returns its utilisation.
 
-        The first step's is empty: it has no beginning.
+        For the first step it is empty, because the step's beginning is not known.
         """
         if self.step_ends_s:
             self._add_last_step(self._usage)
@@ -89,7 +89,7 @@ class RunTimeline:
             plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png", self.first_step)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
-        """Keep samples, but drop one that comes too soon after the last sample of the same pool and name."""
+        """Add samples, without those that follow too soon after the last sample with the same pool and name."""
         for sample in samples:
             key = (sample.pool, sample.name)
             if not self._sample_gap_s or sample.time_s >= self._sampled_s.get(key, -math.inf) + self._sample_gap_s:
@@ -97,7 +97,7 @@ class RunTimeline:
                 self._samples.append(sample)
 
     def _add_last_step(self, usage: Usage) -> Usage:
-        """Add time, spans and samples of the newest step, unless it is the first, to `usage`, and return that.
+        """Add time, spans and samples of the newest step, unless it is the first, to `usage`, and return `usage`.
 
         `_usage` gets a step only when the next one ends, because ranks report its last spans with the next step.
         """
@@ -108,7 +108,7 @@ class RunTimeline:
         return usage
 
     def _write_trace(self, until_s: float) -> None:
-        """Move the spans that ended by `until_s`, and the samples from before it, from memory to timeline.json."""
+        """Move the spans that ended by `until_s`, and the samples before it, from memory to timeline.json."""
         ended = [span for recent in self._recent.values() for span in recent if span.end_s <= until_s]
         self._trace.add(ended, [sample for sample in self._samples if sample.time_s < until_s])
         self._recent = {

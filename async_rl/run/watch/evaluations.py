@@ -1,4 +1,4 @@
-"""Has held-out evaluations made while training goes on: by the evaluation servers, else by a rollout server."""
+"""Runs held-out evaluations during training, on the evaluation servers or, without any, on a rollout server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from async_rl.run.processes.actor_group import ActorGroup
 
 
 class RunningEvaluations:
-    """The evaluations that are going on. The result of each is logged; a version that stays without one is counted.
+    """The evaluations that are running. Their results are logged; versions that are not evaluated are counted.
 
     Args:
-        running: the names of the servers that are up; the caller changes it.
-        declare_lost: is called with the name of a server that has died, and the error of the call to it.
+        running: the names of the servers that are up; the caller updates it.
+        declare_lost: called with the name of a server that has died, and the error of the call to it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RunningEvaluations:
         self._is_cancelled = False
 
     def begin(self, due: EvaluationDue, tasks: asyncio.TaskGroup) -> None:
-        """Have `due` evaluated by a task of `tasks`, unless `cancel` was called."""
+        """Start the evaluation `due` as a task in `tasks`. After `cancel` this does nothing."""
         if self._is_cancelled:
             return
         task = tasks.create_task(self._evaluate(due))
@@ -45,22 +45,22 @@ class RunningEvaluations:
         task.add_done_callback(self._tasks.pop)
 
     def cancel(self) -> None:
-        """Give up the evaluations that are going on or become due, because the user ends the run."""
+        """Cancel the running evaluations and start no more, because the user ends the run."""
         self._is_cancelled = True
         for task in self._tasks:
             task.cancel()
 
     async def wait(self) -> None:
-        """Wait until no evaluation is going on."""
+        """Wait until no evaluation is running."""
         while self._tasks:
             await asyncio.wait(self._tasks)  # no time limit: `_evaluate` has one
 
     async def _evaluate(self, due: EvaluationDue) -> None:
         """Evaluate a version, and log the result.
 
-        Each evaluation server answers an equal part of the prompts. The part of one that dies is given to another that
-        still serves the version. After timeouts.batch_s in all, for which the learner may hold a push back, or after
-        another error of a server, the task or a reward, the version stays without an evaluation.
+        Each evaluation server answers an equal part of the prompts. If one dies, its part is given to another that
+        still serves the version. The version stays without an evaluation if all takes longer than timeouts.batch_s, for
+        which the learner may delay a push, or after another error of a server, the task or a reward.
         """
         limit, end_s = self._limit, time.monotonic() + self._limit.seconds
         count = max(1, len(due.servers))
@@ -90,8 +90,13 @@ class RunningEvaluations:
         self._processes.actors["learner/0"].evaluated.remote()
 
     def _able(self, own: dict[str, ActorHandle | None], due: EvaluationDue) -> list[tuple[str, Any]]:
-        """Return (name, actor) of the servers that can answer: of the evaluation servers `own`, which may be lost or
-        started again since, without the version; if `due` names none, of the first rollout server that is up.
+        """Return (name, actor) of the servers that can evaluate `due`.
+
+        These are the servers of `own` that have not been lost or restarted since, because a restarted one lacks the
+        version. If `due` names no evaluation servers, it is the first rollout server that is up.
+
+        Args:
+            own: the evaluation servers when the evaluation began, by name.
         """
         if not due.servers:
             names = sorted(name for name in self._running if name.startswith("rollout"))[:1]
@@ -102,7 +107,7 @@ class RunningEvaluations:
     async def _ask(
         self, name: str, actor: Any, due: EvaluationDue, part: tuple[int, int], limit: Limit
     ) -> EvaluationDone | None:
-        """Return the report of one server on a part of the prompts; None: the server has died."""
+        """Make a server evaluate a part of the prompts, and return its report; None if the server has died."""
         call = actor.evaluate.remote(due.version, beside_training=not due.servers, part=part)
         try:
             report: EvaluationDone = await self._processes.call(

@@ -1,10 +1,10 @@
-"""Has a run do what watch.action says when its watcher finds trouble.
+"""Does what watch.action says when the watcher finds trouble.
 
     pause      learner/0 takes no batch until `async-rl answer` is called; status.json says why
     rollback   the learner stops, with a checkpoint; async_rl/pipeline.py resumes from the one before the trouble
     stop       the learner stops, and the model of that checkpoint is exported
 
-An event is written before it is acted on, so that a resumed run continues it.
+An event is recorded before it is acted on, so that a resumed run continues the action.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from async_rl.run.processes.watchdog import Watchdog
 
 
 class RunWatch:
-    """Acts on what the watcher of the log finds, while the supervisor is training and after the last evaluation."""
+    """Acts on the watcher's findings, while the supervisor is training and after the last evaluation."""
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog, watchdog: Watchdog) -> None:
         self._config, self._run_dir = config, config.run_dir
@@ -37,7 +37,7 @@ class RunWatch:
         self._ended_by: WatchEvent | None = None
 
     def begin(self) -> None:
-        """Pause again if the run was paused when it ended, unless run.resume names a checkpoint from before that."""
+        """Pause again if the run ended during a pause, unless run.resume names a checkpoint before that pause."""
         if (event := newest_event(self._run_dir, "pause", "rollback")) is None:
             return
         goes_around = event.version > self._log.version and resumes_named_checkpoint(self._run_dir)
@@ -47,7 +47,7 @@ class RunWatch:
             self._gone_back = event
 
     def act(self, *, at_end: bool = False) -> None:
-        """Act on the first trouble that the log has found since the last call.
+        """Act on the first trouble found since the last call.
 
         Args:
             at_end: the learner has ended, so that nothing is left to pause.
@@ -83,7 +83,7 @@ class RunWatch:
                 self._stand(event)
 
     def look(self) -> None:
-        """Take a person's answer to a pause, or end a run that has waited for one for too long."""
+        """During a pause: read a person's answer, or end the run if it has waited for timeouts.pause_s."""
         event, limit = self._pause, self._config.timeouts.limit("pause_s")
         if event is None or self._log.end_reason:
             return
@@ -134,7 +134,10 @@ class RunWatch:
         self._end(f"the watcher ended the run at step {event.version}, with the model of {model}: {event.text}")
 
     def _keep(self, event: WatchEvent) -> int | None:
-        """Keep the newest checkpoint before the trouble, and return its version; None: there is none."""
+        """Protect the newest checkpoint before the trouble of `event` from pruning.
+
+        Returns its version; None if there is none.
+        """
         version = checkpoint_before(self._run_dir, event.back_to)
         if version is not None:
             self._log.kept_checkpoints.add(version)
@@ -146,14 +149,18 @@ class RunWatch:
         self._ended_by = event if kind in ("rollback", "stop") else None
 
     def _end(self, reason: str) -> None:
-        """Have the learner stop after its step, with a checkpoint; `reason` stands in the summary."""
+        """Make the learner stop after the current step, with a checkpoint.
+
+        Args:
+            reason: why; it is in the summary.
+        """
         self._log.logger.alarm(reason)
         self._log.end_reason = self._log.ended = reason  # at the end of the run no report follows that would set it
         for name in [name for name in self._processes.actors if name.startswith("learner")]:
             self._processes.actors[name].stop.remote()
 
     def complete(self, summary: dict[str, Any]) -> None:
-        """After the end of the processes, export the model of a stop, or say in the summary that the run goes back."""
+        """After all processes have ended: export the model of a stop, or record a rollback in the summary."""
         if (event := self._ended_by) is None:
             return
         shutil.rmtree(self._run_dir / "model", ignore_errors=True)  # as the learner saved it

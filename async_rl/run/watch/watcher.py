@@ -1,6 +1,6 @@
 """The watcher: checks the rules of async_rl/base/config/watch.py on the metrics of a run, step by step.
 
-It only finds trouble. async_rl/run/watch/run_watch.py acts on it.
+It only finds trouble; async_rl/run/watch/run_watch.py acts on it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ Values = Mapping[str, float]
 PAGE = doc_page("watcher.md")
 ACTING = {name for name, rule in RULES.items() if rule.acts}
 NO_GOLD = {"reference_kl", "diversity"}
-"""Rules that look for over-optimisation without gold rewards. Where there are some, these rules warn only."""
+"""Rules that detect over-optimisation without gold rewards. If there are gold rewards, these rules only warn."""
 BEFORE, SMALL_KL, FIRST_GROWTH = 10, 0.2, 25
-"""A growth of the KL, which begins at 0: over so many steps before, above so many nats a token, after so many steps."""
+"""For the growth of the KL, which begins at 0: the number of earlier steps to compare with, the smallest KL that counts
+(nats a token), and the first step that is checked."""
 NOISE_STEPS, ASSUMED_STEPS = 100, 10
-"""The noise of the mean reward is measured over so many steps; an assumed one counts as so many of them."""
+"""The number of steps over which the noise of the mean reward is measured, and the number that an assumed noise
+counts as."""
 HEALTHY = 0.9
-"""Before a loss of diversity: the newest version with so large a share of the start's."""
+"""A loss of diversity goes back to the newest version that had at least this share of the start's diversity."""
 MARK_EVERY = 5
-"""Before a growth of the KL: the newest version that is a multiple of this and at least so many steps old."""
+"""A growth of the KL goes back to the newest version that is a multiple of this and at least this many steps old."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a rule compares, and the numbers of its text."""
+    """The value that a rule compares with its limit, and further numbers for its message."""
 
     value: float
     now: float = math.nan
@@ -42,28 +44,28 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The rules that were checked at a step or an evaluation."""
+    """The results of the rules that were checked at a step or an evaluation."""
 
     version: int
     measured: Mapping[str, Measurement]
     states: Mapping[str, bool]
-    """[rule] whether it is broken."""
+    """Whether each checked rule is broken."""
     new: tuple[str, ...]
     trouble: tuple[str, ...]
-    """The rules that have just broken and that the run acts on."""
+    """The rules that have just broken and to which the run must react."""
     over: Mapping[str, int]
-    """[rule kept again] the step since which it was broken."""
+    """For each rule that is no longer broken: the step since which it was."""
     back_to: int
-    """The version before the trouble."""
+    """The last version before the trouble."""
 
     def text(self, names: Iterable[str]) -> str:
-        """Return what the rules `names` have found, in words."""
+        """Return a description of what the rules `names` have found."""
         return "; ".join(RULES[name].meaning.format(**asdict(self.measured[name])) for name in sorted(names))
 
 
 @dataclass(frozen=True, slots=True)
 class _Gold:
-    """The gold rewards of an evaluation, or of some together: mean, mean square, correlation with the reward."""
+    """The gold rewards of one or several evaluations: mean, mean square, correlation with the reward."""
 
     version: int
     labels: float
@@ -73,7 +75,7 @@ class _Gold:
 
 
 def limits_of(config: Config) -> dict[str, float]:
-    """Return the limit of each rule that is on, by name: the limit in watch.rules, or the rule's own."""
+    """Return the limit of each rule that is on, by name: from watch.rules, or else the rule's default."""
     limits = {name: rule.limit for name, rule in RULES.items()}
     if config.model.dtype == "float32":
         limits["mismatch"] = 0.01
@@ -84,13 +86,13 @@ def limits_of(config: Config) -> dict[str, float]:
 
 
 class Watcher:
-    """Takes the metrics of steps and of evaluations, in the order of their ends.
+    """Checks the rules on the metrics of steps and evaluations, which must be added in the order in which they end.
 
     Args:
         limits: the rules that are on, and their limits.
-        group_size: episodes of a prompt, which are no independent measurements of the reward.
-        eval_every: steps between two evaluations; 0: there are none beside training.
-        accepted: rules that a person has accepted: they warn only.
+        group_size: the number of episodes of a prompt; their rewards are not independent measurements.
+        eval_every: steps between two evaluations; 0: there are none during training.
+        accepted: rules that a person has accepted. They only warn.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Watcher:
         """reward/rule_correlation of the steps since the last evaluation."""
 
     def add(self, version: int, values: Values) -> Finding | None:
-        """Take the metrics of a step or an evaluation; return what the rules find, if some are checked."""
+        """Add the metrics of a step or an evaluation. Returns what the rules find; None if no rule is checked."""
         found = self._add_step(version, values) if "batch/episodes" in values else {}
         found |= self._add_gold(version, values) if "eval/gold" in values else {}
         measured = {name: each for name, each in found.items() if name in self._limits}
@@ -139,7 +141,7 @@ class Watcher:
         return finding
 
     def _is_broken(self, rule: Rule, each: Measurement) -> bool:
-        """Return whether a value is beyond the limit of its rule; NaN is."""
+        """Return whether a value is beyond the limit of its rule. NaN counts as beyond."""
         limit = self._limits[rule.name]
         return not (each.value >= limit if rule.comparison in ("below", "share") else each.value <= limit)
 
@@ -158,7 +160,8 @@ class Watcher:
         return found
 
     def _of_window(self, rule: Rule, value: float, values: Values) -> Measurement | None:
-        """Take the newest value of a rule's metric; return what the rule compares, once there is a whole window."""
+        """Add the newest value of a rule's metric. Returns what the rule compares; None before a whole window is there.
+        """
         recent = self._recent.setdefault(rule.name, deque(maxlen=rule.window + BEFORE))
         first = self._start.setdefault(rule.name, [])
         if rule.comparison == "fall":
@@ -185,7 +188,7 @@ class Watcher:
         return Measurement(now, now, start)
 
     def _growth(self, recent: Sequence[float], window: int) -> Measurement | None:
-        """Return the median of the newest steps over the mean of the steps before."""
+        """Return the median of the newest `window` steps divided by the mean of the steps before; None: not checked."""
         rewards = list(self._recent.get("reward", ()))
         if self._windows < FIRST_GROWTH or len(recent) < window + BEFORE:
             return None
@@ -194,14 +197,18 @@ class Watcher:
         return Measurement(now / before if rises and now > SMALL_KL and before > 0 else 0.0, now, before)
 
     def _fall(self, newest: Sequence[float], mean: float, start: float) -> Measurement:
-        """Return how far the newest rewards are below the best window. W = len(newest)
+        """Measure how far the newest rewards are below those of the best window. W = len(newest)
 
             value = max over n = 1..W of  (best - mean of the n newest - chance) / (noise sqrt(1/n + 1/W))
             chance = noise sqrt(2 ln windows) / sqrt(W)
 
-        `noise` is the deviation of a batch mean, from differences of successive steps. `chance` is how far the best of
-        so many windows lies above the truth if nothing changes. A fall counts only if it takes more than half of the
-        gain, or of half the deviation of single rewards at the start where that is more; else the value is 0.
+        `noise` is the standard deviation of a batch mean, from differences of successive steps. `chance` is how far the
+        best of so many windows is above the true mean if nothing changes. A fall counts only if it exceeds half of the
+        gain, and half of the standard deviation of single rewards at the start; else the value is 0.
+
+        Args:
+            newest: the mean rewards of the newest steps.
+            mean, start: the mean over `newest`, and over the first window.
         """
         size = len(newest)
         self._windows += 1
@@ -224,7 +231,7 @@ class Watcher:
         return found
 
     def _add_gold(self, version: int, values: Values) -> dict[str, Measurement]:
-        """Take an evaluation with gold rewards; return the fall and the correlation, from the third one on."""
+        """Add an evaluation with gold rewards. From the third one on, returns the measured fall and correlation."""
         mean, squared, labels = values["eval/gold"], values["eval/gold_squared"], values["eval/gold_labels"]
         correlation = statistics.fmean(self._rule_correlations) if self._rule_correlations else math.nan
         self._rule_correlations = []
@@ -250,9 +257,10 @@ class Watcher:
         return found
 
     def _gold_fall(self, window: int, best: _Gold) -> Measurement:
-        """Return how far the newest gold rewards are below the best three evaluations in a row, as `_fall` does.
+        """Measure how far the newest gold rewards are below the best three consecutive evaluations, as `_fall` does.
 
-        The noise is the deviation of both together: one right answer of 192 against none is one standard error.
+        The noise is the standard deviation over both together: one right answer of 192 against none is one standard
+        error.
         """
         windows = max(1.0, (len(self._gold) - window + 1) / window)
         found = Measurement(0.0, _joined(self._gold[-window:]).mean, best=best.mean)
@@ -267,7 +275,11 @@ class Watcher:
         return found
 
     def _back_to(self, trouble: Sequence[str]) -> int:
-        """Return the version before the trouble."""
+        """Return the last version before the trouble.
+
+        Args:
+            trouble: the rules that have broken.
+        """
         gold = self._best_gold.version if self._best_gold else 0
         before = {
             "reward": self._reward_version, "diversity": self._healthy, "reference_kl": self._marks[0],
@@ -281,7 +293,7 @@ class Watcher:
         return [max(0, last - MARK_EVERY), last]
 
     def needed(self, checkpoints: Iterable[int]) -> set[int]:
-        """Return the versions, of those with a checkpoint, to which the run may go back later."""
+        """Return those versions with a checkpoint to which the run may go back later, so that they are not pruned."""
         saved = sorted(checkpoints)
         wanted = [self._reward_version, *(self._marks if "reference_kl" in self._start else [])]
         wanted += [self._healthy] if "diversity" in self._start else []
@@ -294,7 +306,7 @@ class Watcher:
         return kept | {max((v for v in saved if v <= each), default=saved[0]) for each in wanted if saved}
 
     def sentence(self) -> str:
-        """Return the alarms of the run in words; empty: there was none."""
+        """Return the alarms of the run as a sentence; "" if there were none."""
         said = [
             f"{name} {f'since step {self._since[name]}' if name in self._since else f'{count} times'}"
             for name, count in self._counts.items()
@@ -304,7 +316,7 @@ class Watcher:
 
 
 def _joined(evaluations: Sequence[_Gold]) -> _Gold:
-    """Return some evaluations as one, with the version in their middle."""
+    """Combine several evaluations to one, with the version in their middle."""
     labels = math.fsum(each.labels for each in evaluations)
     mean = math.fsum(each.labels * each.mean for each in evaluations) / labels
     squared = math.fsum(each.labels * each.squared for each in evaluations) / labels

@@ -49,7 +49,7 @@ class NodeReport:
 
 
 class Probe:
-    """A Ray actor that makes the checks on one node, in the environment that an actor of the run would have."""
+    """A Ray actor that makes the checks on one node, in the same environment as an actor of the run."""
 
     def __init__(self, folder: str, config: Config) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)  # as a process of the run does
@@ -67,7 +67,7 @@ class Probe:
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
-        """Try to connect to each (address, port); returns `address:port (reason)` for each that was not reached."""
+        """Try to connect to each (address, port). Returns `address:port (reason)` for each failure."""
         failed = []
         for address, port in others:
             try:
@@ -78,7 +78,7 @@ class Probe:
 
 
 def examine_nodes(config: Config) -> Iterator[Check]:
-    """Yield the checks of all nodes of the Ray cluster that the run would join, each as soon as it is made."""
+    """Check all nodes of the Ray cluster that the run would join. Yields each result as soon as it is known."""
     try:
         with open_ray(config):
             yield from _examine_cluster(config)
@@ -119,9 +119,12 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
 
 
 def spare_nodes(config: Config, wanted: Sequence[HostDemand], num_nodes: int) -> dict[str, int]:
-    """Return {check: number of nodes that may fail it, because no process that needs it will run there}.
+    """Return for each check the number of nodes that may fail it, because no process that needs it will run there.
 
     Example: one of three nodes has only the judge's servers. So one node may lack model.path.
+
+    Args:
+        wanted: the demands on the hosts of the run.
     """
     def needs(pools: tuple[str, ...]) -> int:
         return sum(any(name.startswith(pools) for name in demand.gpus_of) for demand in wanted)
@@ -130,11 +133,11 @@ def spare_nodes(config: Config, wanted: Sequence[HostDemand], num_nodes: int) ->
 
 
 def compare(reports: Mapping[str, NodeReport | Exception], spare: Mapping[str, int]) -> Iterator[Check]:
-    """Yield the checks that every node passed its own checks and that all have the same versions.
+    """Check that every node passed its own checks, and that all nodes have the same versions. Yields the results.
 
     Args:
-        reports: [node] the node's report, or an exception if the node could not be examined.
-        spare: [check] the number of nodes that may fail it; a failure on these is a warning.
+        reports: each node's report, by name, or an exception if the node could not be examined.
+        spare: for each check, the number of nodes that may fail it; such a failure is a warning.
     """
     known = {}
     for name, report in reports.items():
@@ -166,7 +169,7 @@ def compare(reports: Mapping[str, NodeReport | Exception], spare: Mapping[str, i
 
 
 def _ports(probes: Mapping[str, Any], timeout_s: float) -> Check:
-    """Check that each node can open a TCP connection to each other node; the message names pairs that can't."""
+    """Check that each node can open a TCP connection to each other node. The result names pairs that can't."""
     listening = call_all({name: probe.listen.remote() for name, probe in probes.items()}, timeout_s)
     targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
     reached = call_all({
@@ -185,7 +188,10 @@ def _ports(probes: Mapping[str, Any], timeout_s: float) -> Check:
 
 
 def call_all(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Wait for all Ray `calls`, at most `timeout_s`; returns {name: result, or exception if it failed or was late}."""
+    """Wait at most `timeout_s` for all Ray calls.
+
+    Returns by name each result, or an exception if it failed or was late.
+    """
     ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
     results: dict[str, Any] = {}
     for name, call in calls.items():

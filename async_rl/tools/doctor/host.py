@@ -1,4 +1,4 @@
-"""`async-rl doctor`: checks this machine and a configuration, and says for each failure how to mend it.
+"""`async-rl doctor`: checks this machine and a configuration, and gives advice for each failure.
 
 The checks of several nodes are in async_rl/tools/doctor/cluster.py.
 """
@@ -33,7 +33,7 @@ from rollout_server.rewards.code.sandbox import THREE_WAYS, Bubblewrap
 
 IMPORT_TIMEOUT_S = 180
 _WHAT_WIDTH = 25
-"""Characters of the first column, which fit the longest name of a check of this machine."""
+"""The width of the first column in characters; the longest name of a check of this machine fits."""
 
 REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('installing.md')})"
 
@@ -46,20 +46,21 @@ GPU_TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check, a line of the table. `broken`: a run can't work; `warn`: it works with drawbacks."""
+    """The result of one check, a line of the table. `broken`: a run can't work; `warn`: it works, but with drawbacks.
+    """
 
     what: str
     state: Literal["ok", "warn", "broken"]
     found: str
     mend: str = ""
-    """The advice for a check that is not ok."""
+    """Advice, if the check is not ok."""
 
 
 def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
-    """Check this machine, and `config` if one is given; yields each result as soon as it is known.
+    """Check this machine and, if given, a configuration. Yields each result as soon as it is known.
 
     Args:
-        is_driver: whether this host starts the run. Another host gets only the checks that some pool's hosts must pass.
+        is_driver: whether this host starts the run. On other hosts only the checks that some pool needs are made.
     """
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
@@ -74,7 +75,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
 
 
 def print_table(checks: Iterable[Check]) -> bool:
-    """Print each check as a line on stdout as soon as it is made, then the advice for each that is not ok.
+    """Print each result as a line on stdout as soon as it is known, then the advice for each that is not ok.
 
     Returns:
         Whether no check is broken.
@@ -91,7 +92,7 @@ def print_table(checks: Iterable[Check]) -> bool:
 
 
 def check_package(name: str) -> Check:
-    """Import a package. An installed package may still not load."""
+    """Check that a package can be imported; an installed package may still fail to load."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -100,7 +101,9 @@ def check_package(name: str) -> Check:
 
 
 def check_engine(name: str, entry: EngineEntry, config: Config | None) -> Check:
-    """Import an engine's package in the Python of its servers. If it fails, a `config`, which uses it, is broken.
+    """Check that an engine's package can be imported by the Python of its servers.
+
+    A failure is `broken` only with a `config`, which uses the engine.
     """
     package, own = entry.packages[0], bool(entry.python)
     python = entry.server_python(config.rollout.python if config else "") if own else sys.executable
@@ -125,7 +128,7 @@ def check_engine(name: str, entry: EngineEntry, config: Config | None) -> Check:
 
 
 def check_gpu(engines: Collection[EngineEntry]) -> Check:
-    """Check that torch finds the host's GPUs, and that the tools that build SGLang's kernels are there."""
+    """Check that torch finds the host's GPUs, and that the tools for building SGLang's kernels are installed."""
     try:
         import torch
 
@@ -146,7 +149,7 @@ def check_gpu(engines: Collection[EngineEntry]) -> Check:
 
 
 def _missing_gpu_tools() -> list[str]:
-    """Return the programs, libraries and packages that SGLang's server needs on a GPU and that are missing here."""
+    """Return the programs, libraries and packages that SGLang's server needs on a GPU and that this host lacks."""
     import torch
 
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -172,7 +175,7 @@ def _missing_gpu_tools() -> list[str]:
 
 
 def _sandbox() -> Check:
-    """Check that bubblewrap can contain programs, as `code` and some scorers of reasoning_gym need it."""
+    """Check that bubblewrap can contain programs, for the reward `code` and some scorers of reasoning_gym."""
     try:
         Bubblewrap().check()
     except ConfigError as error:
@@ -181,10 +184,13 @@ def _sandbox() -> Check:
 
 
 def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
-    """Yield the checks that a run makes of its configuration before it starts.
+    """Make the preflight checks of a run's configuration. Yields their results.
 
-    Nothing is downloaded: if the hub's cache lacks a model or data set that the config names, no file is checked.
-    A check that needs others is skipped, with a warning, if one of these is not ok.
+    Nothing is downloaded. If a model or data set in the config is on the hub and not in this host's cache, the result
+    is a warning, and no further check is made. A check is skipped, with a warning, if a check that it needs is not ok.
+
+    Args:
+        is_driver: whether this host starts the run. On other hosts only the checks that some pool needs are made.
     """
     try:
         config = pinned(config)

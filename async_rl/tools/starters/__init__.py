@@ -1,4 +1,4 @@
 """The examples that `async-rl init` writes into a folder, and the code that copies them.
 `starter.py` copies. Every subfolder is one starter.
-Only cli.py may import it.
+Only cli.py may import this package.
 """

@@ -1,4 +1,4 @@
-"""`async-rl init`: writes a configuration with its reward into a folder, as the beginning of a project of the user."""
+"""`async-rl init`: writes a configuration with its reward into a folder, as the start of a user's project."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Starter:
     """An example: its files, and the commands that run it."""
 
     files: Mapping[str, tuple[str, str]]
-    """[name in the user's folder] The package that holds the file, and its path in there."""
+    """For each file, by its name in the user's folder: (the package that contains it, its path there)."""
     commands: tuple[str, ...]
     """The commands to run next, in this order."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the files into the folder, and return them.
+        """Write the files into the folder. Returns their paths.
 
         Raises:
             ConfigError: one of them exists already, and none was written; or the folder can't be written.
@@ -68,4 +68,4 @@ STARTERS = {
         commands=("async-rl doctor gsm8k.yaml", "async-rl train gsm8k.yaml"),
     ),
 }
-"""The examples by the name that follows `async-rl init`."""
+"""The examples, by the name given to `async-rl init`."""

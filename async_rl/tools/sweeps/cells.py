@@ -1,8 +1,8 @@
-"""The axes of a sweep, its cells, and the files that say what a cell is.
+"""The axes of a sweep, its cells, and the files that describe a cell.
 
-A cell is one training run for each combination of settings and seed:
+A cell is one training run: one for each combination of settings and seed.
 
-    sweep/cells/NAME/           the run; cell.json in it once the cell has finished
+    sweep/cells/NAME/           the run; it has a cell.json once the cell has finished
     sweep/started/NAME.yaml     the config with which the sweep has started the cell
 """
 
@@ -27,7 +27,7 @@ from async_rl.base.telemetry.metrics import read_metrics
 SEED = "seed"
 STALENESS = "staleness"
 LONGEST_NAME = 200
-"""A file system allows 255 bytes."""
+"""The most characters of a cell's name; a file system allows 255 bytes."""
 MODES: dict[str, tuple[str, ...]] = {
     "bounded": ("staleness.mode=bounded",),
     "exact": ("staleness.mode=exact", "weight_sync.on_update=drain"),
@@ -41,7 +41,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One setting that a sweep varies: its levels by label, each with the overrides `key=value` that set it.
+    """A setting that a sweep varies. `levels` has, by label, the overrides `key=value` of each level.
 
     The seed is an axis too.
     """
@@ -52,7 +52,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bound:
-    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, or 1.25/8."""
+    """A value of staleness.max with a depth up to it. As text: 8 if the depth equals the bound, or 1.25/8."""
 
     depth: float
     max: int
@@ -62,30 +62,31 @@ class Bound:
 
     @classmethod
     def parse(cls, text: str) -> Bound:
-        """Return the bound of a text like 8 or 1.25/8. Raises ValueError for other text."""
+        """Parse a text like 8 or 1.25/8. Raises ValueError for other text."""
         depth, _, bound = text.rpartition("/")
         return cls(float(depth or bound), int(bound))
 
     @classmethod
     def of_config(cls, staleness: Mapping[str, Any]) -> Bound:
-        """Return the bound of a run by the section `staleness` of its config file."""
+        """Return the bound in the section `staleness` of a run's config file."""
         most, depth = staleness["max"], staleness.get("depth", "max")
         return cls(float(most if depth == "max" else depth), most)
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings of a run at this bound."""
+        """The overrides that set this bound."""
         return (f"staleness.max={self.max}", f"staleness.depth={'max' if self.is_full else f'{self.depth:g}'}")
 
     @property
     def is_full(self) -> bool:
-        """Whether the depth is the bound itself."""
+        """Whether the depth equals the bound."""
         return self.depth == self.max
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a sweep. `labels` has, by name of each axis (the seed is one, too), the label of the cell's level."""
+    """One run of a sweep. `labels` has, by the name of each axis (including the seed), the label of the cell's level.
+    """
 
     labels: dict[str, str]
     overrides: tuple[str, ...]
@@ -97,12 +98,12 @@ class Cell:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The overrides of run.dir and run.name for its folder."""
+        """The overrides that make the run use the cell's folder: run.dir and run.name."""
         return (text_override("run.dir", self.folder.parent), text_override("run.name", self.name))
 
 
 def key_axis(text: str) -> Axis:
-    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4` or `task.tools=[a:b,c:d],[e:f]`.
+    """Parse an axis over any config key, such as `learner.lr=1e-4,3e-4` or `task.tools=[a:b,c:d],[e:f]`.
 
     Raises ConfigError for other text.
     """
@@ -118,13 +119,17 @@ def staleness_axis(text: str) -> Axis:
 
 
 def seed_axis(count: int, first: int) -> Axis:
-    """Return an axis of `count` seeds, from `first` on. Raises ConfigError if `count` is below 1."""
+    """Return an axis with `count` seeds, starting at `first`. Raises ConfigError if `count` is below 1."""
     check(count >= 1, "--seeds", count, "at least 1")
     return Axis(SEED, {str(seed): (f"run.seed={seed}",) for seed in range(first, first + count)})
 
 
 def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
-    """Return the axis `name` with the levels of `known` that `text` lists with commas. ConfigError: an unknown one."""
+    """Return the axis `name` with some of the levels in `known`. ConfigError: a label is unknown.
+
+    Args:
+        text: the labels of the levels, separated by commas.
+    """
     labels = text.split(",")
     for label in labels:
         if label not in known:
@@ -133,14 +138,14 @@ def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
 
 
 def bounds_title(bounds: Iterable[Bound]) -> str:
-    """Return the title of these bounds: staleness.max, or depth/max where a depth is below its bound."""
+    """Return the title of a column with these bounds: staleness.max, or depth/max if a depth is below its bound."""
     return "staleness.max" if all(bound.is_full for bound in bounds) else "depth/max"
 
 
 def bounds_of(text: str) -> list[Bound]:
-    """Return bounds, in text like `0,1,8,1.25/8` (depth/bound), as an ascending list without repeats.
+    """Parse bounds like `0,1,8,1.25/8` (depth/bound) to a sorted list without repeats.
 
-    Raises ConfigError for other text, and for a depth above its bound or not in quarters.
+    Raises ConfigError for other text, and for a depth above its bound or not a multiple of 0.25.
     """
     found = set()
     for part in text.split(","):
@@ -157,10 +162,12 @@ def bounds_of(text: str) -> list[Bound]:
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
-    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds.
+    """Return a cell for every combination of levels.
+
+    The seed varies slowest, so an interrupted sweep has complete seeds.
 
     Raises:
-        ConfigError: two cells would be in one folder.
+        ConfigError: two cells would have the same folder.
     """
     ordered = sorted(axes, key=lambda axis: axis.name != SEED)
     cells: dict[Path, Cell] = {}
@@ -178,9 +185,13 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
 
 
 def check_apart(axes: Sequence[Axis], overrides: Iterable[str], limit: Iterable[str]) -> None:
-    """Check that each key is set once: by one axis, on the command line, or by --seconds (`limit`). ConfigError if not.
+    """Raise ConfigError if two of these set the same key: an axis, another axis, the command line, --seconds.
 
-    A section and a key in it count as the same key.
+    A section counts as the same key as each key in it.
+
+    Args:
+        overrides: those of the command line.
+        limit: those of --seconds.
     """
     owners = {f"the axis {axis.name}": [text for level in axis.levels.values() for text in level] for axis in axes}
     owners |= {"the command line": list(overrides), "--seconds": list(limit)}
@@ -195,7 +206,12 @@ def check_apart(axes: Sequence[Axis], overrides: Iterable[str], limit: Iterable[
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
-    """Return the configuration of a cell. ConfigError: it can't work, or it resumes a run."""
+    """Return the configuration of a cell. ConfigError: it can't work, or it resumes a run.
+
+    Args:
+        path: the sweep's config file.
+        overrides: the overrides of all cells.
+    """
     try:
         config = load_config(path, [*overrides, *cell.overrides, *cell.place])
     except ConfigError as error:
@@ -205,24 +221,24 @@ def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
 
 
 def sets_one_of(key: str, keys: Iterable[str]) -> bool:
-    """Return whether a dotted key is one of `keys` or in one of them that is a section."""
+    """Return whether a dotted key is in `keys`, or in a section that is in `keys`."""
     return f"{key}.".startswith(tuple(f"{each}." for each in keys))
 
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
-"""The config keys that say where a cell runs. The cells of one sweep may differ in them."""
+"""The config keys that determine where a cell runs. The cells of a sweep may differ in them."""
 _ENDS = ("startup_s", "batch_s", "push_s", "buffer_s", "silent_s", "shutdown_s", "pause_s", "interrupt_s")
-"""The timeouts that decide only whether a run ends; the others decide about episodes too."""
+"""The timeouts that only determine whether a run ends. The other timeouts affect episodes too."""
 RESULTLESS_KEYS = (
     "logging", *(f"timeouts.{name}" for name in _ENDS), "checkpoint.keep_last", "checkpoint.best_by"
 )  # fmt: skip
-"""The config keys and sections that change no result, so that the cells of one sweep may differ in them."""
+"""The config keys and sections that do not change results. The cells of a sweep may differ in them."""
 WRITTEN_AT = ("time/written_at_s", "eval/written_at_s")
-"""The metrics that say when a line of a run was written, in seconds of all the run's time."""
+"""The metrics of when a line was written, in seconds of the run's whole time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The contents of `cell.json`, which a sweep writes into the folder of a finished cell."""
+    """The content of `cell.json`, which a sweep writes into the folder of a finished cell."""
 
     labels: dict[str, str]
     config: str
@@ -233,9 +249,9 @@ class Record:
     commit: str
     """The commit of the program that ran the cell."""
     varied: Sequence[str]
-    """The config keys that the axes set."""
+    """The config keys that the axes vary."""
     resumed: int = 0
-    """How often the cell went on from a checkpoint: its times are of so many more parts."""
+    """How often the cell resumed from a checkpoint. Its times are the sum over `resumed` + 1 parts."""
 
 
 def make_record(
@@ -250,7 +266,7 @@ def write_record(cell: Cell, record: Record) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return the record of the finished run in a folder; None: it has none. ConfigError: the file is damaged."""
+    """Return the record in the folder of a finished cell; None if there is none. ConfigError: the file is damaged."""
     file = folder / "cell.json"
     try:
         return Record(**json.loads(file.read_text())) if file.is_file() else None
@@ -259,14 +275,18 @@ def read_record(folder: Path) -> Record | None:
 
 
 def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
-    """Return {cell's folder: record} of a sweep's finished cells; if `axes` is given, only of cells with these axes."""
+    """Return the records of a sweep's finished cells, by folder.
+
+    Args:
+        axes: only cells with exactly these axes; None: all.
+    """
     records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
     names = None if axes is None else set(axes)
     return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}
 
 
 def note_start(cell: Cell, config: Config) -> None:
-    """Write down the config with which a cell starts."""
+    """Write the config with which a cell starts to sweep/started."""
     file = _started_file(cell)
     file.parent.mkdir(exist_ok=True)
     write_whole(file, dump_config(config))
@@ -277,9 +297,12 @@ def _started_file(cell: Cell) -> Path:
 
 
 def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
-    """Check that cells, given with their folders, differ only in what their axes vary and in what changes no result.
+    """Check that cells differ only in keys that their axes vary and in keys that do not change results.
 
     A key that is missing in one config is not compared: another version of the program may not have it.
+
+    Args:
+        records: (folder, record) of each cell.
 
     Raises:
         ConfigError: two cells differ in a key that no axis varies.
@@ -301,9 +324,12 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
 
 
 def check_unchanged(cell: Cell, config: str) -> None:
-    """Check that the run in a cell's folder, if there is one, has the settings of the sweep.
+    """Check that the run in a cell's folder, if there is one, has the sweep's settings.
 
-    Its folder, and settings that change no result, may differ.
+    Its folder, and settings that do not change results, may differ.
+
+    Args:
+        config: the cell's configuration now, as YAML.
 
     Raises:
         ConfigError: a key has another value now, or this sweep has not started the run.
@@ -323,7 +349,7 @@ def check_unchanged(cell: Cell, config: str) -> None:
 
 
 def run_seconds(run_dir: Path) -> float:
-    """Return the seconds from a run's start to its last line of metrics, start-ups of resumes included."""
+    """Return the seconds from a run's start to its last line of metrics, including start-ups of resumes."""
     times = [record.get(key) for record in read_metrics(run_dir / "metrics.jsonl") for key in WRITTEN_AT]
     return max((each for each in times if each is not None), default=0.0)
 

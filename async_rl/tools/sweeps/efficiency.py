@@ -1,23 +1,22 @@
-"""How much synchronous training a step is worth: the time-equivalent efficiency e of runs with stale data.
+"""The efficiency e of training with stale data: how many synchronous steps one of its steps is worth.
 
-A learning curve is concave: a run that learns at half the speed ends far above half of what was gained, so gains per
-step flatter it. The efficiency compares at equal accuracy instead. It is the number e for which
+A learning curve is concave: a run that learns at half the speed ends far above half of the gain, so gains per step
+overrate it. The efficiency compares at equal accuracy instead. It is the number e for which
 
     accuracy(v) = acc0(e v)
 
 where accuracy(v) is the held-out accuracy after v steps and acc0 the accuracy of synchronous training (staleness.max
-0) with the same other settings. A step is worth e synchronous steps, and steps a minute times e are effective steps a
-minute.
+0) with the same other settings. Steps per minute times e are effective steps per minute.
 
 - acc0: the evaluations of the synchronous runs are averaged over seeds, version by version, made monotone by isotonic
   regression, and interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the first version after the start.
-  Between few evaluations of a concave curve an interpolation over v itself lies too low, and e would be too large.
-  Beyond the last evaluation the curve goes on with its last slope.
+  Between few evaluations of a concave curve an interpolation over v itself is too low, and e would be too large.
+  Beyond the last evaluation the curve continues with its last slope.
 - e: least squares over all evaluations after the start of all seeds of a setting together.
 - Its error: the delete-one jackknife over seeds. A seed is left out of the setting and of the synchronous runs
   together, so the error includes the synchronous curve's.
-- Where held-out accuracy does not tell, the rewards of the policies may (policy_curve.py), up to the last version of
-  the runs at the lowest staleness: rewards of single batches are too noisy for a slope beyond them.
+- If held-out accuracy does not determine e, the rewards of the policies may (policy_curve.py), up to the last version
+  of the runs at the lowest staleness: rewards of single batches are too noisy for a slope beyond them.
 
 Sources: Fritsch and Carlson 1980, "Monotone piecewise cubic interpolation"; Efron and Stein 1981, "The jackknife
 estimate of variance".
@@ -35,17 +34,18 @@ from numpy.typing import ArrayLike, NDArray
 from async_rl.tools.sweeps.statistics import estimate
 
 Evaluations = Sequence[tuple[float, float]]
-"""The (version, held-out accuracy) of every evaluation of a run, in ascending order; version 0 is the start. Or the
-(version, sampled reward) of spans of its versions."""
+"""(version, held-out accuracy) of every evaluation of a run, in ascending order; version 0 is the start. Or (version,
+sampled reward) for spans of versions."""
 LARGEST = 3.0
-"""The largest efficiency that is looked for."""
+"""The largest efficiency that is tried."""
 MIN_EVALUATIONS = 3
 SATURATED = 0.9
-"""The share of all that synchronous training gains, from which on the curve is too flat to tell steps by accuracy."""
+"""Beyond this share of the whole gain of synchronous training, the curve is too flat to derive steps from accuracy."""
 
 
 class SynchronousCurve:
-    """acc0: the held-out accuracy of synchronous training after a number of steps, from one or more seeds."""
+    """acc0: the held-out accuracy of synchronous training as a function of the number of steps, from one or more seeds.
+    """
 
     def __init__(self, runs: Sequence[Evaluations]) -> None:
         from scipy.interpolate import PchipInterpolator  # here, as these imports take a second and few commands need it
@@ -59,7 +59,7 @@ class SynchronousCurve:
         self._end_slope = slope / (self._scale + self.end)  # the derivative of _warp at the end
 
     def __call__(self, steps: ArrayLike) -> NDArray[np.float64]:
-        """Return acc0 at `steps`, numbers of steps of any shape."""
+        """Return acc0 after `steps` steps, an array of any shape."""
         steps = np.asarray(steps, dtype=float)
         inside: NDArray[np.float64] = self._interpolated(self._warp(np.minimum(steps, self.end)))
         return inside + self._end_slope * np.maximum(steps - self.end, 0.0)
@@ -69,10 +69,10 @@ class SynchronousCurve:
 
 
 def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return versions, accuracies and numbers of runs of the evaluations, averaged over the runs that have them.
+    """Average the evaluations of several runs. Returns versions, accuracies and, for each, the number of runs.
 
-    Evaluations of equal versions are averaged; the k-th ones where versions differ from run to run, because weights
-    changed while answers were sampled.
+    Evaluations with equal versions are averaged. If versions differ between runs, because weights changed while answers
+    were sampled, the k-th evaluations are averaged.
     """
     found: dict[float, list[tuple[float, int]]] = {}
     longest = max(map(len, runs))
@@ -88,7 +88,7 @@ def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray
 
 
 def why_unknown(synchronous: Sequence[Evaluations], what: str = "accuracy") -> str:
-    """Return why no efficiency can be told from these evaluations of synchronous runs, as the end of a sentence, or "".
+    """Return why no efficiency can be computed from these synchronous runs, as the end of a sentence; "" if it can.
 
     Args:
         what: accuracy, or reward: the evaluations are then of the runs at the lowest staleness.
@@ -117,10 +117,10 @@ def why_unknown(synchronous: Sequence[Evaluations], what: str = "accuracy") -> s
 
 
 def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: float = math.inf) -> float:
-    """Return the e from 0 to LARGEST for which curve(e v) fits the evaluations of `runs` after the start best.
+    """Return the e in 0..LARGEST for which curve(e v) fits the evaluations of `runs` after the start best.
 
-    The result is nan if there are none, or if larger e fit as well: the runs lie above all of the curve, or have
-    reached a level from which it is flat.
+    The result is nan if there are none, or if larger e fit as well: the runs are above the whole curve, or have reached
+    a level where it is flat.
 
     Args:
         until: the last version whose evaluations count.
@@ -143,13 +143,13 @@ def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: floa
 
 
 def per_seed(statistic: Callable[[str | None], NDArray[np.float64]], seeds: Sequence[str]) -> NDArray[np.float64]:
-    """Return [seeds, numbers]: for each seed values whose mean is `statistic(None)`, of all seeds together.
+    """Return [seeds, numbers]: one value per seed (jackknife pseudo-values) whose mean is `statistic(None)`.
 
-    Their standard error over the seeds is the delete-one jackknife's, so that they may be treated as if each seed
-    had been measured by itself. For a statistic that is a mean they are each seed's own values.
+    Their standard error is that of the delete-one jackknife, so they can be used as if each seed had been measured
+    separately. For a statistic that is a mean, they are the seeds' own values.
 
     Args:
-        statistic: returns its numbers without the given seed, or of all seeds if it is None.
+        statistic: returns its numbers without the given seed, or with all seeds if it is None.
     """
     whole = statistic(None)
     if len(seeds) == 1:
@@ -164,14 +164,14 @@ def effective_steps(
     synchronous: Sequence[tuple[str, Evaluations]],
     within: bool = False,
 ) -> NDArray[np.float64]:
-    """Return [seeds, 2]: efficiency and effective steps a minute of a setting, per seed as `per_seed` has it.
+    """Return [seeds, 2]: the efficiency and the effective steps per minute of a setting, per seed as in `per_seed`.
 
-    Seeds that only the synchronous runs have are never left out, so their part of the error is missing.
+    Seeds that only the synchronous runs have are never left out, so the error lacks their part.
 
     Args:
         runs: the evaluations of the setting by seed.
-        steps_per_minute: by seed, too.
-        synchronous: (seed, evaluations) of each synchronous run, for which `why_unknown` has found nothing.
+        steps_per_minute: by seed.
+        synchronous: (seed, evaluations) of each synchronous run, for which `why_unknown` has returned "".
         within: only versions up to the last one of the synchronous curve count.
     """
 

@@ -1,4 +1,4 @@
-"""Describes the machine, the installed versions and the commit that a benchmark runs with."""
+"""Describes the machine, the installed versions and the commit of a benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "sglang", "transformers", "ray")
 
 
 def describe_machine() -> dict[str, str]:
-    """Return texts by name: processor, cores, memory, GPUs, system, versions of packages, this checkout's commit."""
+    """Return descriptions by name: processor, cores, memory, GPUs, system, package versions, this checkout's commit."""
     found = {
         "processor": _processor(),
         "cores": f"{usable_cores()} of {os.cpu_count()}",
@@ -33,7 +33,10 @@ def describe_machine() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of this checkout, or the version of the installed package: a folder above may be of another."""
+    """Return the commit of this checkout, or the version of the installed package.
+
+    An installed package may be inside the checkout of another project, whose commit must not be used.
+    """
     git, file = ("git", "-C", str(Path(__file__).parent)), Path(__file__).name
     if _output(*git, "ls-files", "--error-unmatch", file):
         return _output(*git, "describe", "--always", "--dirty")

@@ -1,6 +1,7 @@
 """`async-rl plan`: predicts the speed of each staleness bound by simulation, from measured or given durations.
 
-It measures the durations of a run's stages, makes a workload of them, and compares simulated with measured values.
+It measures the durations of a run's stages, makes the simulator's workload from them, and compares simulated with
+measured values.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from buffer.simulate import Result, Workload, simulate
 
 SIMULATED_STEPS = 150
 MOST_HELD = 0.01
-"""The largest share of a run's time for which its pushes may wait for evaluations, if it is to be simulated."""
+"""A run can be simulated only if its pushes waited for evaluations for at most this share of its time."""
 WORTHWHILE = 0.02
-"""A larger bound must shorten the step by more than this share to be recommended."""
+"""A larger bound is recommended only if it shortens the step by more than this share."""
 ABOVE_0 = ("train_s", "rollout_s", "group_mean_s", "concurrency", "prompts_per_step")
 FROM_0 = ("sync_s", "load_s", "group_cv")
 LEARNER_S = ("train_s", "train_cv", "sync_s", "pause_s", "receive_s")
 OPTIONS = {"group_mean_s": "--group-s", "group_cv": "--cv"}
-"""The options that are not called as their values."""
+"""Options whose names differ from the workload's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,17 @@ class Plan:
 
     @property
     def best(self) -> Bound:
-        """The bound of the smallest depth whose step takes at most 2 % longer than the shortest step of all bounds."""
+        """The smallest bound whose step is at most 2 % longer than the shortest step of all bounds."""
         shortest_s = min(result.step_s for result in self.results)
         enough = [result.step_s <= (1 + WORTHWHILE) * shortest_s for result in self.results]
         return self.bounds[enough.index(True)]
 
 
 def answer(args: argparse.Namespace) -> str:
-    """Return the text that `async-rl plan` prints for its options. Raises ConfigError if they can't be used.
+    """Return the text that `async-rl plan` prints. ConfigError: the options can't be used.
 
-    For a sweep it begins with the sweep's own recommendation, as what a step is worth is not simulated.
+    For the folder of a sweep, the text begins with the recommendation from its measured results. The simulation can't
+    give one, because it does not predict how much a step with stale data learns.
     """
     for name in (*ABOVE_0, *FROM_0):
         value, allowed = getattr(args, name), "above 0 and finite" if name in ABOVE_0 else "0 or more and finite"
@@ -66,7 +68,7 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
-    """Return the plan: the simulated result of each bound, without bounds that would make the learner wait for ever.
+    """Simulate each bound, except bounds at which the learner would wait for ever.
 
     Raises:
         ConfigError: the learner would wait for ever at each of the bounds.
@@ -81,10 +83,10 @@ def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
 
 
 def measured_workload(rows: Sequence[Setting], folder: Path) -> Workload:
-    """Return the workload to simulate, as measured in a run or over all bounds of a sweep's first series.
+    """Return the workload measured in a run, or over all bounds of a sweep's first series.
 
     Raises:
-        ConfigError: the runs have no measured durations, or settings that the simulator does not cover.
+        ConfigError: the runs have no measured durations, or settings that the simulator does not support.
     """
     runs = [run for row in first_series(rows) for run in row.runs if timed_steps(run)]
     if not runs:
@@ -96,7 +98,10 @@ def measured_workload(rows: Sequence[Setting], folder: Path) -> Workload:
 
 
 def planned_workload(args: argparse.Namespace, rows: Sequence[Setting]) -> Workload:
-    """Return the workload to simulate: the one measured in `rows` of RUN_DIR, with values replaced by options.
+    """Return the workload to simulate: the one measured in `rows`, with values replaced by options.
+
+    Args:
+        rows: the results in RUN_DIR; empty: all values come from options.
 
     Raises:
         ConfigError: the options are not enough for a workload, or contradict each other.
@@ -156,7 +161,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def rules_text(workload: Workload) -> str:
-    """Return as `key=value, ...` those settings of staleness, pushes and replay that differ from their defaults."""
+    """Return the settings of staleness, pushes and replay that differ from their defaults, as `key=value, ...`."""
     w, default = workload, Workload()
     settings = {
         "staleness.on_late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
@@ -172,20 +177,20 @@ class Stages:
     train_s: float
     train_cv: float
     sync_s: float
-    """The duration of a push, without its waits for groups to drain or for an evaluation."""
+    """The duration of a push, excluding waits for groups to drain or for an evaluation."""
     pushes: float
     """The number of pushes per step."""
     pause_s: float
     """How long generation pauses in a push."""
     receive_s: float
-    """How long the learner takes to receive a batch that is ready."""
+    """How long the learner takes to receive a batch that is complete."""
     group_s: float
-    """The duration of a group without the pauses of pushes. An aborted group counts until it was aborted."""
+    """The duration of a group, excluding the pauses of pushes. An aborted group counts until its abort."""
     group_cv: float
     together: float
-    """The mean number of groups in flight while a group runs."""
+    """The mean number of groups in flight during a group."""
     rollout_busy_s: float
-    """The time per step with at least one group in flight, also while an evaluation runs."""
+    """The time per step with at least one group in flight, including the time of evaluations."""
     failed: float
 
 
@@ -210,19 +215,19 @@ def stages(run: Run) -> Stages:
 
 
 def _receive_s(steps: Sequence[Step]) -> float:
-    """Return the median of the learner's waits for a batch without the time when the buffer had none; 0 if none."""
+    """Return the median of the learner's waits for a batch, excluding the time when the buffer had none; 0 if none."""
     pairs = [(step.get("time/wait_data_s"), step.get("buffer/waited_s")) for step in steps]
     found = [max(0.0, waits - without) for waits, without in pairs if waits is not None and without is not None]
     return float(np.median(found)) if found else 0.0
 
 
 def timed_steps(run: Run) -> list[Step]:
-    """Return the steps of a run without the first of each start, which are not in its seconds either."""
+    """Return the steps of a run except the first of each start, which the run's seconds exclude too."""
     return [step for step in run.steps if not is_warm_up(step)]
 
 
 def _group_cv(run: Run) -> float:
-    """Return the standard deviation of the durations of a step's groups, divided by their mean; nan if not measured."""
+    """Return the standard deviation of group durations within a step, divided by their mean; nan if not measured."""
     variances, means = [], []
     for step in timed_steps(run):
         mean, square = step.get("rollout/group_s"), step.get("rollout/group_s_squared")
@@ -233,14 +238,14 @@ def _group_cv(run: Run) -> float:
 
 
 def workload_of(found: Sequence[Stages], rules: Workload, own: Sequence[Stages] = ()) -> Workload:
-    """Return one workload for the simulator, made of the measured stages of runs at several bounds.
+    """Combine the measured stages of runs at several bounds to one workload for the simulator.
 
     A straight line is fitted to the duration of a group over the number of groups in flight. If all runs had nearly
     the same number in flight, the engine counts as full (load_s = group_mean_s).
 
     Args:
         rules: the sizes and rules of the runs, from `rules_of`.
-        own: the stages that the learner's durations come from; `found` if there are none.
+        own: the stages from which the learner's durations are taken; empty: `found`.
     """
 
     def mean(name: str, of: Sequence[Stages]) -> float:
@@ -259,22 +264,22 @@ def workload_of(found: Sequence[Stages], rules: Workload, own: Sequence[Stages] 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The values measured at one staleness bound, beside their prediction and the work-conserving bound."""
+    """The values measured at one staleness bound, with their prediction and the work-conserving bound."""
 
     staleness: Bound
     learner: float
     rollout: float
     staleness_mean: float
     bound: float
-    """The work-conserving bound of learner + rollout, from work_conserving_bound."""
+    """The largest possible learner + rollout, from work_conserving_bound."""
     predicted: Result | None
-    """The simulator's result; None if it does not cover the run's rules, or if durations were not measured."""
+    """The simulator's result; None if it does not support the run's rules, or durations were not measured."""
 
 
 def work_conserving_bound(found: Stages, depth: float) -> float:
     """Return the largest sum of learner and rollout utilisation that the run's stage times allow.
 
-    It assumes that a step takes the time of both pools one after the other at depth 0, else the slower pool's.
+    It assumes that at depth 0 a step takes the times of both pools one after the other, else the slower pool's time.
     """
     learner_s, rollout_s = found.train_s + found.pushes * found.sync_s, found.rollout_busy_s
     step_s = learner_s + rollout_s if depth == 0 else max(learner_s, rollout_s + found.pushes * found.pause_s)
@@ -282,13 +287,14 @@ def work_conserving_bound(found: Stages, depth: float) -> float:
 
 
 def first_series(rows: Sequence[Setting]) -> list[Setting]:
-    """Return the rows of the first series, which differ only in the staleness bound, without runs in exact mode."""
+    """Return the rows of the first series, which differ only in the staleness bound. Rows in exact mode are left out.
+    """
     bounded = [row for row in rows if not row.exact]
     return [row for row in bounded if row.series == bounded[0].series]
 
 
 def compare(rows: Sequence[Setting]) -> list[Measured]:
-    """Return for each staleness bound of the first series the measured values with their prediction.
+    """Return the measured values and their prediction for each staleness bound of the first series.
 
     The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds. A run
     that ended after its first step has no durations, and does not count.
@@ -311,7 +317,12 @@ def compare(rows: Sequence[Setting]) -> list[Measured]:
 
 
 def _predict(run: Run, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
-    """Return the simulated values of runs with stages `own` and the rules of `run`; None if they can't be simulated."""
+    """Simulate runs; None if they can't be simulated.
+
+    Args:
+        run: the run that gives the rules.
+        own, everywhere: the stages of these runs, and of the runs at all bounds.
+    """
     try:
         workload = workload_of(everywhere, rules_of(run), own)
     except ConfigError:
@@ -324,10 +335,10 @@ def _predict(run: Run, own: Sequence[Stages], everywhere: Sequence[Stages]) -> R
 
 
 def rules_of(run: Run) -> Workload:
-    """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
+    """Return a workload with the sizes and rules of a run's config. Its durations are the simulator's defaults.
 
     Raises:
-        ConfigError: the simulator does not cover the run.
+        ConfigError: the simulator does not support the run's settings.
     """
     config = _config(run)
     held_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in timed_steps(run))

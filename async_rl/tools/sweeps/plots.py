@@ -1,4 +1,4 @@
-"""Draws the plots of a report: a dot for each seed, a line through the means where settings have an order."""
+"""Draws the plots of a report: a dot for each seed, and a line through the means if the settings have an order."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CAPTIONS = {
     "utilisation": "Share of time that each pool spent in each state. Diamonds: predicted by the simulator.",
     "off_policy": f"How far the trained policy is from the policies that sampled its data.{_DOTS}",
 }
-"""[plot] its caption, in the order of the page."""
+"""The caption of each plot, by name, in the order of the page."""
 Curve = Callable[[Run], tuple[Sequence[float], Sequence[float]]]
-"""Returns the x and y values of a run."""
+"""A function from a run to its x and y values."""
 
 
 def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Result]) -> dict[Path, str]:
-    """Draw every plot that there is data for as a PNG file in `folder`; return {file: caption}.
+    """Draw every plot for which there is data, as a PNG file in `folder`. Returns {file: caption}.
 
     Args:
         predicted: the simulated results by staleness bound.
@@ -86,13 +86,13 @@ def _legend(figure: Any, panels: Sequence[Axes], title: str = "") -> None:
 
 
 def _chosen(names: Sequence[Any]) -> list[Any]:
-    """Return at most MOST_LINES of `names`, the first and the last with them."""
+    """Return at most MOST_LINES of `names`, including the first and the last."""
     places = np.linspace(0, len(names) - 1, min(MOST_LINES, len(names)))
     return [names[round(place)] for place in places]
 
 
 def _dots(axes: Axes, row: Setting, x: float, key: str, color: str, label: str = "") -> None:
-    """Draw the seeds of a row at x, side by side, with their mean and its standard error."""
+    """Draw the value `key` of each seed of a row at x, side by side, and their mean with its standard error."""
     values, mean = row.values[key], row.estimate(key)
     shifts = np.linspace(-0.05, 0.05, len(values)) if len(values) > 1 else [0.0]
     axes.plot([x + shift for shift in shifts], values, ".", color=color, alpha=0.5, markersize=6)
@@ -101,7 +101,7 @@ def _dots(axes: Axes, row: Setting, x: float, key: str, color: str, label: str =
 
 
 def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str) -> None:
-    """Draw a value over the settings of staleness; a line joins the bounds, which are in order, and no depths."""
+    """Draw the value `key` over the staleness settings. A line connects bounds, which have an order, but not depths."""
     bounds = sorted({row.staleness for row in rows})
     all_series = list(dict.fromkeys(row.series for row in rows))
     for number, series in enumerate(_chosen(all_series)):
@@ -119,9 +119,9 @@ def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str
 
 
 def trade_off(rows: Sequence[Setting]) -> Any:
-    """Return a figure of the efficiency of a step and, in bounded mode, of utilisation and effective steps a minute.
+    """Return a figure of the efficiency of a step; in bounded mode also of utilisation and effective steps per minute.
 
-    If no efficiency by accuracy is known, it shows the one by sampled reward. None: there is neither.
+    If no efficiency by accuracy is known, it shows the one by sampled reward. None if there is nothing to show.
     """
     labels = {"efficiency": "synchronous steps", "efficiency_sampled": "by sampled reward"}
     bounded = [row for row in rows if not row.exact]
@@ -142,9 +142,9 @@ def trade_off(rows: Sequence[Setting]) -> Any:
 
 
 def _depths(rows: Sequence[Setting]) -> Any:
-    """Return a figure of speed, reward and the worst KL over the mean staleness, of bounds and of depths below them.
+    """Return a figure of speed, reward and the worst KL over the mean staleness, for bounds and for depths below them.
 
-    A line joins the bounds. It is None without both, or if the rewards of the policies are not known.
+    A line connects the bounds. None if there are not both kinds, or if the policies' rewards are not known.
     """
     shown = {
         "steps_per_minute": "learner steps per minute", "policy_reward": "reward of the policy, mean over the time",
@@ -176,7 +176,7 @@ def _depths(rows: Sequence[Setting]) -> Any:
 def learning(rows: Sequence[Setting]) -> Any:
     """Return a figure of held-out accuracy and of the policy's reward, by version and by time; None without curves.
 
-    It has at most five settings, the best and others from the lowest to the highest staleness.
+    It has at most five settings: the best, and others from the lowest to the highest staleness.
     """
     order = sorted(rows, key=lambda row: (row.series, row.staleness))
     best = best_rows(rows)[:1]
@@ -227,7 +227,11 @@ def _reward(run: Run, xs: Sequence[float]) -> tuple[Sequence[float], Sequence[fl
 
 
 def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> Any:
-    """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series."""
+    """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series.
+
+    Args:
+        predicted: the simulated results by staleness bound.
+    """
     if not rows:
         return None
     rows = sorted((row for row in rows if row.series == rows[0].series), key=lambda row: row.staleness)

@@ -21,34 +21,35 @@ from async_rl.base.telemetry.metrics import seconds_at
 
 Step = Mapping[str, float | None]
 LAST_BUCKET = 10
-"""`by_staleness/10/reward` is the mean reward of all answers that are so old or older."""
+"""`by_staleness/10/reward` is the mean reward of all answers with this staleness or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPoint:
-    """The mean reward of the answers that one version sampled."""
+    """The mean reward of the answers sampled by one version."""
 
     version: int
     served_s: float
-    """When it was first served, in seconds since the end of the first step. The model at the start, version 0, is
-    served before."""
+    """When the version was first served, in seconds since the end of the first step. Version 0, the initial
+    model, is served before that."""
     reward: float
     episodes: float
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyCurve:
-    """The versions of one run whose rewards are known, in ascending order; none if the run was too short."""
+    """The mean reward of each version of one run, as far as known, in ascending order. Empty if the run was too short.
+    """
 
     points: tuple[PolicyPoint, ...] = ()
     end_s: float = math.nan
-    """When the first version after these was served, in seconds since the end of the first step."""
+    """When the first version after `points` was served, in seconds since the end of the first step."""
 
     def mean_over_time(self, until_s: float) -> float:
-        """Return the mean reward of the policy that is served, from the end of the first step until `until_s`.
+        """Return the mean reward of the served policy over the time from the end of the first step until `until_s`.
 
-        A version without answers counts as the one before it. The result is nan if the curve ends
-        before, or begins later.
+        A version without answers counts as the one before it. The result is nan if the curve ends before that time, or
+        starts later.
         """
         if not self.points or not 0 < until_s <= self.end_s:
             return math.nan
@@ -63,9 +64,9 @@ class PolicyCurve:
         return math.fsum(span_s * reward for span_s, reward in spans) / math.fsum(span_s for span_s, _ in spans)
 
     def evaluations(self) -> list[tuple[float, float]]:
-        """Return (version, reward) of spans of versions, for efficiency.py: 0, 1, 2, 3, 4 to 5, 6 to 8, 9 to 12 ...
+        """Return (version, reward) for spans of versions, for efficiency.py: 0, 1, 2, 3, 4 to 5, 6 to 8, 9 to 12 ...
 
-        A span is about half as long as its first version, so that it tells as much of a slow curve as of a fast one.
+        A span is about half as long as its first version, so slow and fast curves are described equally well.
         """
         means = []
         for _, found in groupby(self.points, key=lambda point: _span(point.version)):
@@ -77,7 +78,11 @@ class PolicyCurve:
 
 
 def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
-    """Return the curve of a run whose steps have these records in metrics.jsonl, in order."""
+    """Return a run's learning curve: the mean reward of each policy version, and when it was served.
+
+    Args:
+        steps: the records of the run's steps in metrics.jsonl, in order.
+    """
     if not steps:
         return PolicyCurve()
     credited: dict[int, list[tuple[float, float]]] = {}
@@ -99,9 +104,9 @@ def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
 
 
 def _by_staleness(step: Step) -> Iterator[tuple[int, float, float]]:
-    """Yield (staleness, number of answers, their mean reward) of a batch.
+    """Yield (staleness, number of answers, their mean reward) for a batch.
 
-    Answers of LAST_BUCKET and older share their mean reward; each of them counts for its own version.
+    For answers of staleness LAST_BUCKET and more only their common mean reward is known; it is used for each of them.
     """
     for key, episodes in step.items():
         if (found := re.fullmatch(r"staleness/episodes_(\d+)", key)) and episodes:
@@ -112,7 +117,7 @@ def _by_staleness(step: Step) -> Iterator[tuple[int, float, float]]:
 
 
 def _span(version: int) -> int:
-    """Return the first version of the span to which `version` belongs."""
+    """Return the first version of the span that contains `version`."""
     first = 0
     while version >= (following := first + max(1, first // 2)):
         first = following
@@ -120,9 +125,9 @@ def _span(version: int) -> int:
 
 
 def mean_rewards(curves: Sequence[PolicyCurve]) -> tuple[list[float], float]:
-    """Return ([mean reward over the time of each curve], the seconds that they have in common, over which it is taken).
+    """Return the mean reward over time of each curve, and the seconds over which it is taken, which all curves have.
 
-    A curve without points, or that ends with the first step, has nan and does not shorten the others'.
+    A curve without points, or that ends with the first step, has nan and does not shorten that time.
     """
     until_s = min((curve.end_s for curve in curves if curve.points and curve.end_s > 0), default=math.nan)
     return [curve.mean_over_time(until_s) for curve in curves], until_s

@@ -34,7 +34,7 @@ from async_rl.tools.sweeps.settings import (
 from async_rl.tools.sweeps.tables import Table, tables_in
 
 Columns = dict[str, tuple[str, str]]
-"""The heading and number format of each column by its value. Columns that no run measured are left out."""
+"""The (heading, number format) of each column, by the name of its value. Columns that no run measured are left out."""
 TRADE_OFF: Columns = {
     **SPEEDS,
     "efficiency": ("a step is worth, synchronous steps", "{:.2f}"),
@@ -77,7 +77,7 @@ TAILS: Columns = {
     "is_weight_largest": ("largest IS weight", "{:.3g}"),
 }
 TINY = 1e-6
-"""A smaller value, such as the KL of synchronous training, is rounding: tables show 0."""
+"""A smaller value, such as the KL of synchronous training, is rounding noise: tables show 0."""
 NOTES = (
     "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
     "that learns fastest per minute is bold; the sentence at the top says whether its lead is more than chance.",
@@ -109,13 +109,13 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 
 
 def write_report(folder: Path) -> str:
-    """Write table.md, {runs,evals,metrics}.csv, plots/*.png and report.html into `folder`; return the text to print.
+    """Write table.md, {runs,evals,metrics}.csv, plots/*.png and report.html into `folder`. Returns the text to print.
 
-    If a sweep's cells are missing, as in one committed to git, only report.html is made, of table.md, metrics.csv
+    If a sweep's cells are missing, as in one committed to git, only report.html is made, from table.md, metrics.csv
     and the plots.
 
     Raises:
-        ConfigError: the folder holds no finished run, or can't be written to.
+        ConfigError: the folder has no finished run, or can't be written to.
     """
     try:
         is_complete = any((folder / name).exists() for name in ("cells", "summary.json"))
@@ -133,7 +133,7 @@ def write_report(folder: Path) -> str:
 
 
 def _made_of_runs(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]]:
-    """Write table.md, the CSV files and the plots of the finished runs; return tables, sentences and {plot: caption}.
+    """Write table.md, the CSV files and the plots from the finished runs. Returns (tables, sentences, {plot: caption}).
     """
     rows = settings_of(read_runs(folder))
     measured = compare(rows)
@@ -152,7 +152,7 @@ def _made_of_runs(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]
 
 
 def _of_earlier_report(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]]:
-    """Return the same as `_made_of_runs`, read from table.md and plots/."""
+    """Return the same as `_made_of_runs`, read from an earlier report's table.md and plots/."""
     text = (folder / "table.md").read_text()
     sentences = [sentence for sentence in text.partition("## ")[0].split("\n\n") if sentence]
     plots = {folder / "plots" / f"{name}.png": caption for name, caption in CAPTIONS.items()}
@@ -164,13 +164,13 @@ def _markdown(tables: Sequence[Table]) -> str:
 
 
 def shown_columns(rows: Sequence[Setting]) -> Columns:
-    """Return TRADE_OFF with one way to tell what a step is worth: by accuracy, else by sampled reward."""
+    """Return the columns TRADE_OFF with the efficiency by accuracy or, if that is not known, by sampled reward."""
     others = {*WORTH, *WORTH_BY_REWARD} - {*worth_keys(rows)}
     return {key: column for key, column in TRADE_OFF.items() if key not in others}
 
 
 def seconds_compared(rows: Sequence[Setting]) -> str:
-    """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
+    """Return a sentence that says over which seconds the policies' rewards are averaged; "" if they are not known."""
     found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
     return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
 
@@ -178,7 +178,7 @@ def seconds_compared(rows: Sequence[Setting]) -> str:
 def value_table(rows: Sequence[Setting], columns: Columns, title: str) -> Table | None:
     """Return a table with a row for each combination of settings, or None if no run measured any of the columns.
 
-    A `-` stands for a value that the runs of the row did not measure.
+    A `-` stands for a value that was not measured.
     """
     columns = {key: column for key, column in columns.items() if any(row.has(key) for row in rows)}
     header = ["staleness", *(key for key, _ in rows[0].series), *(label for label, _ in columns.values()), "seeds"]
@@ -195,7 +195,7 @@ def value_table(rows: Sequence[Setting], columns: Columns, title: str) -> Table 
 
 
 def prediction(measured: Sequence[Measured]) -> Table | None:
-    """Return a table of utilisation and staleness, measured and predicted, at each bound; None without `measured`."""
+    """Return a table of measured and predicted utilisation and staleness at each bound; None without `measured`."""
     header = (
         "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
         "predicted", "both pools, measured", "work-conserving bound", "share of the bound",
@@ -219,9 +219,10 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
 
 
 def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
-    """Write runs.csv, a line of values for every run, evals.csv, a line for every held-out evaluation, and metrics.csv.
+    """Write runs.csv, evals.csv and metrics.csv.
 
-    metrics.csv has a line for every metric: how it is reduced over steps, its unit, and its figure in each run.
+    runs.csv has a line for every run, evals.csv one for every held-out evaluation, metrics.csv one for every metric:
+    how it is reduced over steps, its unit, and its figure in each run.
     """
     runs = [run for row in rows for run in row.runs]
     settings = [STALENESS, *(key for key, _ in rows[0].series)]
@@ -253,7 +254,11 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]
 
 
 def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Mapping[Path, str]) -> str:
-    """Return the HTML page with all pictures embedded. The sentences and the trade-off come first."""
+    """Return the HTML page with all pictures embedded. It begins with the sentences and the trade-off.
+
+    Args:
+        pictures: {file: caption}.
+    """
     name = html.escape(folder.resolve().name)
     figures = []
     for picture, text in pictures.items():
@@ -273,7 +278,7 @@ def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictu
 
 
 def _every_metric(folder: Path) -> str:
-    """Return metrics.csv as a table that is folded up; "" without the file."""
+    """Return metrics.csv as a collapsed HTML table; "" without the file."""
     if not (folder / "metrics.csv").is_file():
         return ""
     with (folder / "metrics.csv").open(newline="") as file:
@@ -283,9 +288,9 @@ def _every_metric(folder: Path) -> str:
 
 
 def _origin(folder: Path) -> str:
-    """Return how the results were made: command, machine, commits, and the config of the first run.
+    """Return how the results were made, as HTML: command, machine, commits, and the config of the first run.
 
-    A sweep keeps that config as first_run.yaml for when its cells are gone.
+    A sweep also saves that config as first_run.yaml, for the time when its cells are deleted.
     """
     plan_file, kept = folder / "sweep.json", folder / "first_run.yaml"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}

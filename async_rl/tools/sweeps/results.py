@@ -1,4 +1,4 @@
-"""Reads finished runs from their folders, and computes the values of each that a report shows."""
+"""Reads finished runs from their folders, and computes the values that a report shows."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ SYSTEM_VALUES = (
     "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "tokens_per_s",
     "train_s", "push_s",
 )  # fmt: skip
-"""The values that are left out in exact mode, where a push waits for the groups of a batch."""
+"""The values that are not shown for runs in exact mode, in which a push waits for the groups of a batch."""
 KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, which may be a cell of a sweep."""
+    """One finished run, possibly a cell of a sweep."""
 
     labels: dict[str, str]
     summary: dict[str, Any]
     steps: list[Step]
     evals: list[tuple[float, float, float]]
-    """(version, seconds since the end of the first step, held-out accuracy) of every evaluation. If weights changed
-    while answers were sampled, the version is the newest one that answered."""
+    """(version, seconds since the end of the first step, held-out accuracy) of every evaluation. If weights
+    changed while answers were sampled, the version is the newest one that sampled."""
     folder: Path
     exact: bool = False
-    """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
+    """Whether the run had staleness.mode exact. Its times say nothing about the system then."""
 
     @property
     def staleness(self) -> Bound:
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def series(self) -> tuple[tuple[str, str], ...]:
-        """The labels on every axis but seed and staleness. Runs with the same series are one line of a plot."""
+        """The labels on every axis except seed and staleness. Runs with the same series form one line of a plot."""
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """When each of `steps` ended, in seconds since the end of the first step."""
+        """When each step of `steps` ended, in seconds since the end of the first step."""
         return seconds_at(self.steps)
 
     @cached_property
@@ -85,29 +85,33 @@ class Run:
 
     @cached_property
     def figures(self) -> Figures:
-        """The figure of each metric over the steps, see async_rl/base/telemetry/metrics.py."""
+        """The figure of each metric over all steps, see async_rl/base/telemetry/metrics.py."""
         return over_steps(self.steps, self.declarations)
 
     @cached_property
     def declarations(self) -> dict[str, Declaration]:
-        """How each metric is reduced over steps, and its unit, as the run has declared it."""
+        """How the run declared each metric: its reduction over steps, and its unit."""
         return read_declarations(self.folder)
 
     def figure(self, key: str) -> float:
-        """Return the figure of the metric `key` over the steps; nan if none has measured it."""
+        """Return the figure of the metric `key` over all steps; nan if no step measured it."""
         value = self.figures.get(key)
         return math.nan if value is None else value
 
     def quantile(self, key: str, share: float) -> float:
-        """Return the value of metric `key` that `share` of the steps do not exceed, nan without any.
+        """Return the quantile `share` of the metric `key` over the steps; nan if no step measured it.
 
-        The first step is left out. Between two steps it is interpolated; share 1 has the largest.
+        The first step is left out. Between two steps it is interpolated; share 1 is the largest value.
         """
         values = [value for _, _, value in self.points(key, first=1)]
         return float(np.quantile(values, share)) if values else math.nan
 
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
-        """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
+        """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`.
+
+        Args:
+            first: the index of the first step that counts.
+        """
         return [
             (step.get("step") or 0.0, seconds, value)
             for step, seconds in zip(self.steps[first:], self.seconds[first:], strict=True)
@@ -121,16 +125,15 @@ class Run:
 
     @property
     def accuracy_end(self) -> float:
-        """The held-out accuracy of the version that the last step made; nan if that was not evaluated."""
+        """The held-out accuracy of the version that the last step produced; nan if that was not evaluated."""
         accuracy = self.steps[-1].get("eval/accuracy") if self.steps else None
         return math.nan if accuracy is None else accuracy
 
     @property
     def improvement(self) -> float:
-        """The held-out accuracy at the end minus at the start; nan if one of the two was not evaluated.
+        """The held-out accuracy at the end minus that at the start; nan if one of them was not evaluated.
 
-        Without evaluations, it is the mean reward of the last tenth of the steps minus the mean reward of the first
-        tenth.
+        Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
         """
         if self.evals:
             return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan
@@ -139,7 +142,7 @@ class Run:
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
 
     def values(self) -> dict[str, float]:
-        """Return the values for the tables of a report by name; nan if the run did not measure a value."""
+        """Return the values for the tables of a report, by name; nan for values that the run did not measure."""
         summary = self.summary
         dropped, trained = (summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
         values = {
@@ -177,9 +180,9 @@ class Run:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Read and return the finished cells of a sweep, or the one run of a run directory, ordered by staleness.
+    """Read the finished cells of a sweep, or the one run of a run directory. Returns them ordered by staleness.
 
-    Cells of an earlier sweep over other axes in the same folder are left out.
+    If the folder also has cells of an earlier sweep over other axes, these are left out.
 
     Raises:
         ConfigError: there is no finished run, or cells differ in more than the axes of the sweep.
@@ -197,10 +200,10 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Return the finished run of a run directory.
+    """Read the finished run in a run directory.
 
     Raises:
-        ConfigError: the run goes on after the end that its summary.json tells of, or a file is missing or damaged.
+        ConfigError: the run has continued after the end described in summary.json, or a file is missing or damaged.
     """
     try:
         return _read_run(folder)

@@ -1,7 +1,7 @@
-"""Gathers the seeds of each setting in a row, compares the rows, and recommends one.
+"""Combines the seeds of each setting to a row, compares the rows, and recommends one.
 
 The efficiency of a step (efficiency.py) is computed from held-out accuracy, compared with synchronous training. If that
-is not possible, it is computed from the rewards of the policies (policy_curve.py), compared with the setting of the
+is not possible, it is computed from the rewards of the policies (policy_curve.py), compared with the setting at the
 lowest staleness, and has another name. Mean rewards are taken over the seconds that all runs have.
 """
 
@@ -28,14 +28,15 @@ from async_rl.tools.sweeps.statistics import (
 from async_rl.tools.sweeps.tables import Table
 
 WORTH = ("efficiency", "effective_steps_per_minute")
-"""The worth of a step by held-out accuracy, and the steps a minute times it."""
+"""The efficiency of a step by held-out accuracy, and the steps per minute times this efficiency."""
 WORTH_BY_REWARD = ("efficiency_sampled", "effective_steps_sampled")
-"""The same by the rewards of the policies."""
+"""The same two values by the rewards of the policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The runs with one combination of settings, one for each seed. `values` has, by name, a value of each run."""
+    """A row: the runs with one combination of settings, one for each seed. `values` has, by name, a value for each run.
+    """
 
     runs: tuple[Run, ...]
     values: dict[str, list[float]]
@@ -50,7 +51,10 @@ class Setting:
 
     @property
     def beside_staleness(self) -> tuple[tuple[str, str], ...]:
-        """The labels on all axes outside the section `staleness`. Rows with other ones have other effective steps."""
+        """The labels on all axes outside the section `staleness`.
+
+        Only rows with equal ones have comparable effective steps.
+        """
         return tuple(pair for pair in self.series if not pair[0].startswith(f"{STALENESS}."))
 
     @property
@@ -66,18 +70,24 @@ class Setting:
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
+        """Return the mean over the seeds of a value, with its standard error.
+
+        For staleness_max: the maximum, without error.
+        """
         values = self.values[key]
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
 def worth_keys(rows: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the keys of what a step is worth: by accuracy if a row has it, else by reward; () if neither is known."""
+    """Return the names of the efficiency values that are known: by accuracy, else by sampled reward; () if neither is.
+    """
     return next((keys for keys in (WORTH, WORTH_BY_REWARD) if any(row.has(keys[0]) for row in rows)), ())
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:
-    """Return a row for each combination of settings. Values that can't be told are nan; `efficiency_unknown` says why.
+    """Combine runs to rows, one for each combination of settings.
+
+    Values that can't be computed are nan; `efficiency_unknown` says why.
     """
     grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
@@ -116,15 +126,21 @@ def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float
 
 
 def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
-    """Whether runs of several seeds would be compared with one run alone, whose curve has an error that is not
-    known."""
+    """Return whether `row` has several seeds but would be compared with a single run, whose curve has an unknown error.
+    """
     return len(others) == 1 < len(row.runs)
 
 
 def _compared(
     row: Setting, others: Sequence[Run], learned: Callable[[Run], Evaluations], *, within: bool
 ) -> list[list[float]]:
-    """Return efficiency and effective steps a minute of each run of `row`, see `efficiency.per_seed`."""
+    """Return the efficiency and the effective steps per minute of each run of `row`, see `efficiency.per_seed`.
+
+    Args:
+        others: the runs to compare with.
+        learned: returns the evaluations of a run.
+        within: see effective_steps.
+    """
     found = effective_steps(
         {run.labels[SEED]: learned(run) for run in row.runs},
         {run.labels[SEED]: speed for run, speed in zip(row.runs, row.values["steps_per_minute"], strict=True)},
@@ -134,9 +150,9 @@ def _compared(
 
 
 def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
-    """Return a sentence for each reason why the efficiency of some rows can't be told; none for a single row.
+    """Return the reasons why the efficiency of some rows can't be computed, as sentences; none for a single row.
 
-    If it can't be told for any row, and the runs have steps, the last sentence gives it by sampled reward.
+    If it can't be computed for any row, and the runs have steps, the last sentence gives it by sampled reward.
     """
     if len(rows) == 1:
         return []
@@ -160,9 +176,9 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
 
 
 def synchronous_runs(rows: Sequence[Setting], row: Setting) -> list[Run]:
-    """Return the runs with staleness.max 0 that have the labels of `row` on all axes outside the section `staleness`.
+    """Return the synchronous runs (staleness.max 0) with the same labels as `row` on all axes outside `staleness`.
 
-    Its other keys change nothing in a run without staleness.
+    Other keys of the section `staleness` change nothing in a synchronous run.
     """
     return [run for other in _others(rows, row) if other.staleness.max == 0 for run in other.runs]
 
@@ -172,7 +188,7 @@ def _lowest(rows: Sequence[Setting]) -> Setting:
 
 
 def _others(rows: Sequence[Setting], row: Setting) -> list[Setting]:
-    """Return the rows with the labels of `row` on all axes outside the section `staleness`, itself included."""
+    """Return the rows, including `row`, with the same labels as `row` on all axes outside the section `staleness`."""
     return [other for other in rows if other.beside_staleness == row.beside_staleness]
 
 
@@ -183,21 +199,21 @@ SPEEDS = {
     "effective_steps_per_minute": ("effective steps per minute", "{:.1f}"),
     "effective_steps_sampled": ("effective steps per minute by sampled reward", "{:.1f}"),
 }
-"""The names and number formats of the values that say how fast a setting learns, the better one first."""
+"""The (label, number format) of each value that says how fast a setting learns. The better value comes first."""
 SIGNIFICANT = 0.05
 
 
 def speed_key(rows: Sequence[Setting]) -> str:
-    """Return the value that ranks rows: effective steps a minute, by sampled reward if no row has them by accuracy."""
+    """Return the name of the value that ranks rows: effective steps per minute by accuracy, else by sampled reward."""
     first, second = SPEEDS
     return second if not any(row.has(first) for row in rows) and any(row.has(second) for row in rows) else first
 
 
 def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
-    """Return the rows by `speed_key`, best first, in a list for each unit of that value.
+    """Return lists of rows that can be compared with each other, each sorted by effective steps per minute, best first.
 
-    An effective step is a step of rows with equal settings outside the section `staleness`, so rows that differ there
-    have different units. Rows of exact mode and rows without the value are left out.
+    Two rows can be compared if they have equal settings outside the section `staleness`. Otherwise their effective
+    steps are different units. Rows in exact mode, and rows without that value (`speed_key`), are left out.
     """
     key = speed_key(rows)
 
@@ -212,22 +228,26 @@ def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def best_rows(rows: Sequence[Setting]) -> list[Setting]:
-    """Return the best row of each unit with several rows, if it has improved by more than its error."""
+    """Return the best row of each list of `ranked` that has several rows, if it improved by more than its error."""
     key = speed_key(rows)
     return [order[0] for order in ranked(rows) if order[1:] and _has_improved(order[0], key)]
 
 
 def unit_axes(rows: Sequence[Setting]) -> list[str]:
-    """Return the axes along which the unit of `speed_key` differs. Rows of exact mode don't count."""
+    """Return the axes outside `staleness` on which the rows differ, so that their effective steps can't be compared.
+
+    Rows in exact mode don't count.
+    """
     units = [row.beside_staleness for row in rows if not row.exact]
     return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
 
 
 def recommendation(rows: Sequence[Setting]) -> str:
-    """Return what a sweep recommends: the sentence at the top of `sweep`, `report` and `plan`; "" without other rows.
+    """Return the recommendation of a sweep, shown at the top of `sweep`, `report` and `plan`; "" for a single row.
 
-    It claims no lead that the seeds do not show: a setting is ahead of another where p, with Holm's correction for the
-    number of others, is below 0.05. Among settings that can't be told apart it recommends the lowest staleness.
+    It claims no lead that the seeds do not show: a setting is ahead of another if p, with Holm's correction for the
+    number of others, is below 0.05. Among settings that can't be distinguished it recommends the one at the lowest
+    staleness.
     """
     if len(rows) == 1:
         return ""
@@ -269,7 +289,7 @@ def _names(rows: Sequence[Setting]) -> str:
 
 
 def _size(rows: Sequence[Setting]) -> str:
-    """Return e.g. `2 seeds of 16 steps`."""
+    """Return the size of the rows' runs, e.g. `2 seeds of 16 steps`."""
     seeds = sorted({len(row.runs) for row in rows})
     runs = [run for row in rows for run in row.runs]
     steps = sorted({len(run.steps) for run in runs})
@@ -286,9 +306,9 @@ def _has_improved(row: Setting, key: str) -> bool:
 
 
 def bounds_compared(rows: Sequence[Setting]) -> list[Table]:
-    """Return a table of settings for each unit of `speed_key` with several of them, best first.
+    """Return a table for each list of `ranked` that has several rows, best first.
 
-    They are compared with the best row, and with the lowest bound of its series. The best row is chosen by the same
+    The rows are compared with the best row, and with the lowest bound of its series. The best row is chosen by the same
     data, so the p-values are corrected for the number of other rows; in simulated sweeps of five equal rows with five
     seeds, 6 % still have one below 0.05.
     """
@@ -316,10 +336,10 @@ def _number(value: float, form: str = "{:.2g}") -> str:
 
 
 def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
-    """Return tables that compare each correction with none in runs with staleness.mode=exact, if there are any.
+    """Return tables that compare each correction with none, for runs with staleness.mode exact; [] without such runs.
 
-    They compare at each staleness.max above 0 and on average over these, one table for the improvement and one for the
-    mean reward. Holm's correction is applied to all averages of a table together, and to all its single comparisons.
+    One table compares the improvement, one the mean reward, at each staleness.max above 0 and on average over these.
+    Holm's correction is applied to all averages of a table together, and to all its single comparisons.
     """
     pairs: dict[str, list[tuple[Setting, Setting]]] = {}
     exact = [row for row in rows if row.exact and row.staleness.max > 0]
@@ -351,7 +371,7 @@ def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str)
 
 
 def cautions(rows: Sequence[Setting]) -> list[str]:
-    """Return sentences that name the runs whose values have another meaning: ended early, not evaluated, resumed."""
+    """Return sentences that name runs whose values are not comparable: ended early, not evaluated, or resumed."""
     runs = [run for row in rows for run in row.runs]
     early = [f"{run.folder.name} ({run.summary['ended'].rstrip('.')})" for run in runs if run.summary.get("ended")]
     without = [run.folder.name for run in runs if run.evals and math.isnan(run.improvement)]

@@ -25,7 +25,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of `values` with its standard error. Raises ValueError without values."""
+    """Return the mean of `values` with its standard error. Raises ValueError if there are no values."""
     if not values:
         raise ValueError("a mean needs at least one value, got none")
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -60,9 +60,9 @@ def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tupl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number by Holm's method (1979). A nan stays nan and does not count.
+    """Correct p-values for their number by Holm's method (1979). A nan stays nan and does not count.
 
-    The k-th smallest of n is multiplied by n - k + 1 and is no less than the smaller ones.
+    The k-th smallest of n is multiplied by n - k + 1, and is at least as large as the smaller ones.
     """
     adjusted, least = list(p_values), 0.0
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
@@ -82,9 +82,10 @@ def ratio_text(a: Sequence[float], b: Sequence[float]) -> str:
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Return the confidence interval of mean(a) / mean(b) by Fieller's theorem (1954), or (-inf, inf) without bounds.
+    """Return the confidence interval of mean(a) / mean(b) by Fieller's theorem (1954); (-inf, inf) if it is unbounded.
 
-    It holds the ratios r with (mean(a) - r mean(b))^2 <= t^2 (error(a)^2 + r^2 error(b)^2).
+    It contains the ratios r with (mean(a) - r mean(b))^2 <= t^2 (error(a)^2 + r^2 error(b)^2), where t is the quantile
+    of Student's distribution.
     """
     top, bottom = estimate(a), estimate(b)
     if math.isnan(top.error) or math.isnan(bottom.error) or bottom.mean == 0:

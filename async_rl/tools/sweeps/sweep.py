@@ -1,7 +1,7 @@
-"""`async-rl sweep`: runs the same training at every combination of settings and seeds, several at a time if asked.
+"""`async-rl sweep`: runs the same training at every combination of settings and seeds, several simultaneously if asked.
 
-Each cell is `async-rl train` in a process of its own, so a cell that fails does not affect the others. The same command
-continues a sweep that was cut short: finished cells are kept, a cell with a checkpoint resumes.
+Each cell is a separate process `async-rl train`, so a cell that fails does not affect the others. The same command
+continues an interrupted sweep: finished cells are kept, a cell with a checkpoint resumes.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ from async_rl.tools.sweeps.report import write_report
 from async_rl.tools.sweeps.tables import Table
 
 UNLIMITED_STEPS = 1_000_000
-"""The run.steps of a cell whose length is given in seconds."""
+"""The run.steps of a cell whose length is limited by seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlace:
-    """The part of this host that a cell may use: GPUs, as CUDA_VISIBLE_DEVICES names them, and cores. (): all."""
+    """The part of this host that a cell may use: its GPUs, as in CUDA_VISIBLE_DEVICES, and its cores. (): all."""
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the run's processes get."""
+        """The environment variables for the run's processes."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class CellPlace:
 
 
 RunCell = Callable[[Sequence[str], Cell, CellPlace], str]
-"""Trains a cell by a command in a place; returns "" or the error with which it failed."""
+"""Trains a cell by a command in a place. Returns "", or the error if it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,23 +94,23 @@ class Sweep:
     axes: tuple[Axis, ...]
     folder: Path
     seconds: float = 0.0
-    """The training time of every cell from its first step on; 0: every cell takes run.steps learner steps."""
+    """The training time of every cell after its first step; 0: every cell takes run.steps learner steps."""
     max_cells: int | None = None
     """The number of cells to run in this call; None: all."""
     parallel: int | None = 1
-    """The number of cells that run at the same time; None: as many as the host holds."""
+    """The number of cells that run simultaneously; None: as many as fit on the host."""
 
     def base_overrides(self) -> tuple[str, ...]:
         return ("logging.wandb=disabled", "logging.trackio=false", *self.overrides, *self.limit)
 
     @property
     def limit(self) -> tuple[str, ...]:
-        """The overrides that give cells a time."""
+        """The overrides that limit the time of cells."""
         return (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
 
 
 def sweep_of(args: argparse.Namespace) -> Sweep:
-    """Return the sweep that the options of `async-rl sweep` ask for. ConfigError: an option is not allowed."""
+    """Return the sweep described by the options of `async-rl sweep`. ConfigError: an option is not allowed."""
     is_number = args.parallel.isdecimal() and int(args.parallel) > 0
     check(is_number or args.parallel == "auto", "--parallel", args.parallel, "1 or more, or auto")
     check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
@@ -133,11 +133,11 @@ def sweep_of(args: argparse.Namespace) -> Sweep:
 
 @dataclass
 class Progress:
-    """The cells that have ended, and how. Several threads report that a cell starts."""
+    """Which cells have ended, and how. Several threads use it."""
 
     cells: list[Cell]
     at_once: int = 1
-    """The number of cells that run at the same time."""
+    """The number of cells that run simultaneously."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The duration of each finished cell, by cell name."""
     failed: dict[str, str] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Progress:
         print(f"[{number}/{len(self.cells)}] {cell.name} {text}; {self.time_left()}", flush=True)
 
     def time_left(self) -> str:
-        """Return the expected time until the last cell ends, if each takes as long as the average finished one."""
+        """Return the expected time until the last cell ends, as text, from the average duration of finished cells."""
         if not self.pending:
             return "none left"
         if not self.seconds:
@@ -167,7 +167,7 @@ class Progress:
 
 
 def run_and_report(sweep: Sweep) -> int:
-    """Run the cells that are not finished, write and print the report; return the exit code, 1 if a cell failed."""
+    """Run the unfinished cells, write and print the report. Returns the exit code, 1 if a cell failed."""
     progress = run_sweep(sweep)
     for name, error in progress.failed.items():
         print(f"failed: {name}: {error}", file=sys.stderr)
@@ -179,11 +179,11 @@ def run_and_report(sweep: Sweep) -> int:
 
 
 def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
-    """Run the cells that are not finished with `run_cell` (default: in processes); return which finished and failed.
+    """Run the unfinished cells with `run_cell` (default: in processes). Returns which cells finished and failed.
 
     Raises:
-        ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, this host has
-            too few GPUs or cores, or several cells at once would run on a Ray cluster. No cell has started then.
+        ConfigError: a combination of settings is not valid, the folder has a sweep of another config, this host has
+            too few GPUs or cores, or several simultaneous cells would run on a Ray cluster. No cell has started then.
         KeyboardInterrupt: the sweep was interrupted; the running cells have ended.
     """
     cells, configs = checked_cells(sweep)
@@ -214,7 +214,7 @@ def _train(
     sweep: Sweep, configs: Mapping[str, Config], progress: Progress, run_cell: RunCell, commit: str,
     cell: Cell, place: CellPlace,
 ) -> None:
-    """Train one cell, from its newest checkpoint if it was cut short, and write its record if it succeeds."""
+    """Train one cell, from its newest checkpoint if it was interrupted, and write its record if it succeeds."""
     if is_locked(cell.folder):  # the runs of a sweep that was killed go on to their end
         progress.print(cell, "is trained by another process, and left alone")
         return
@@ -241,15 +241,15 @@ def _train(
 
 
 def resumed_version(sweep: Sweep, cell: Cell) -> int | None:
-    """Return the version from which a cell that was cut short goes on, or None if it starts anew.
+    """Return the version from which an interrupted cell continues, or None if it starts from the beginning.
 
-    A cell with a given time starts anew, because that time is compared.
+    A cell with a time limit always starts from the beginning, because its time is compared.
     """
     return None if sweep.seconds else max(list_checkpoints(cell.folder), default=None)
 
 
 def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
-    """Return the cells of a sweep and their configurations by name; see `run_sweep` for what is refused."""
+    """Check a sweep, and return its cells and their configurations by name. It raises the errors of `run_sweep`."""
     check_apart(sweep.axes, sweep.overrides, sweep.limit)
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
@@ -266,7 +266,7 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
 
 
 def plan_of(sweep: Sweep) -> str:
-    """Return what the sweep would do as text: its cells, how many at once, where, and the time."""
+    """Return a description of what the sweep would do: its cells, how many run simultaneously, where, and the time."""
     cells, configs = checked_cells(sweep)
     places = places_here(configs.values(), sweep.parallel)
     progress = Progress.of(cells, len(places))
@@ -307,10 +307,10 @@ def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
 
 
 def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
-    """Return how many cells with this configuration fit on this host without sharing a GPU or a core.
+    """Return how many cells with this configuration fit on a host without sharing a GPU or a core.
 
-    On GPUs each learner rank and each server has its own (as many as its tp), or a pair of both has one with
-    placement.colocated. Without GPUs each process has a core.
+    On GPUs each learner rank has its own GPU and each server `tp` of them; with placement.colocated a pair of both has
+    one. Without GPUs each process has a core.
     """
     placement = config.placement
     if num_gpus:
@@ -320,8 +320,7 @@ def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
 
 
 def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[CellPlace]:
-    """Return `count` places with equally many GPUs and cores. ConfigError: there are fewer GPUs or cores than places.
-    """
+    """Divide GPUs and cores equally into `count` places. ConfigError: there are fewer GPUs or cores than places."""
     if count == 1:
         return [CellPlace()]
     check(not gpus or count <= len(gpus), "--parallel", count, f"at most {len(gpus)}, the GPUs of this host")
@@ -334,7 +333,10 @@ def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[CellPl
 
 
 def places_here(configs: Collection[Config], parallel: int | None) -> list[CellPlace]:
-    """Return the places of this host: `parallel` of them, or if it is None as many as hold any of the cells.
+    """Divide this host into places for cells.
+
+    Args:
+        parallel: the number of places; None: as many as are large enough for each of the cells.
 
     Raises:
         ConfigError: there are fewer GPUs or cores than places, or cells would run on a Ray cluster, where Ray chooses
@@ -351,7 +353,7 @@ def places_here(configs: Collection[Config], parallel: int | None) -> list[CellP
 
 
 def gpus_by_name() -> list[str]:
-    """Return the GPUs of this host as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs of this host by their names in CUDA_VISIBLE_DEVICES."""
     from async_rl.run.processes.placement import gpus_here
 
     count = int(gpus_here())
@@ -362,7 +364,7 @@ def gpus_by_name() -> list[str]:
 
 
 class CellProcesses:
-    """The processes that train cells now, with their logs in `logs`. Several threads train simultaneously."""
+    """The processes that are training cells, with their logs in `logs`. Several threads use it simultaneously."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -371,7 +373,11 @@ class CellProcesses:
         self._is_stopping = False
 
     def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
-        """Train a cell by `async-rl` and the words after it; return "", or exit code and the error in the log."""
+        """Train a cell in a process. Returns "", or the exit code and the error in the log.
+
+        Args:
+            command: the words `async-rl ...`.
+        """
         log_file = self._logs / f"{cell.name}.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("w") as log:
@@ -384,7 +390,9 @@ class CellProcesses:
         return f"exit code {code}, {log_file}: {(told or errors or lines or ['nothing logged'])[0].strip()[:300]}"
 
     def end(self, wait: Callable[[], object]) -> None:
-        """Have all runs end after their step; at once if Ctrl-C or SIGTERM comes again. Each run limits its own end.
+        """End all runs after their current steps, or immediately at another Ctrl-C or SIGTERM.
+
+        Each run limits how long its end takes.
 
         Args:
             wait: waits for the calls of `train`.
@@ -399,9 +407,9 @@ class CellProcesses:
             wait()
 
     def stop(self) -> int:
-        """Ask all runs to end, each with its own processes, and let no other begin; return their number.
+        """Ask all runs, each with its own processes, to end, and start no others. Returns their number.
 
-        The first time they end in order, the second time at once.
+        After the first call they end in order, after a second immediately.
         """
         with self._lock:
             self._is_stopping = True
@@ -429,7 +437,7 @@ class CellProcesses:
 
 @contextlib.contextmanager
 def sole_sweep(folder: Path) -> Iterator[None]:
-    """Hold the folder of a sweep until the end of the block. ConfigError: another sweep holds it."""
+    """A context that locks the folder of a sweep. ConfigError: another sweep has locked it."""
     with (folder / "lock").open("w") as lock:
         if not has_locked(lock):
             raise ConfigError(f"another sweep runs in {folder}: wait until it has ended, or give this one a --name")

@@ -14,7 +14,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""
     best: tuple[int, ...] = ()
-    """The indices of the rows that are set in bold."""
+    """The indices of the rows shown in bold."""
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(self.header) + " |", "| " + " | ".join(["---:"] * len(self.header)) + " |"]
@@ -36,7 +36,7 @@ class Table:
 
 
 def tables_in(markdown: str) -> list[Table]:
-    """Return the tables that `Table.markdown` has made and that stand in `markdown` under their titles."""
+    """Parse the tables in a Markdown text that `Table.markdown` wrote, with their titles."""
     found = []
     for part in re.split(r"^## ", markdown, flags=re.MULTILINE)[1:]:
         lines = [line for line in part.splitlines() if line.startswith("|")]

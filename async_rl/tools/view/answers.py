@@ -1,4 +1,4 @@
-"""Makes the answers of a group ready for the page: their facts, and one of them as HTML with a span for each token."""
+"""Prepares the answers of a group for the page: their facts, and one answer as HTML with a span for each token."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from async_rl.tools.view.token_texts import TokenTexts, called_tools
 PREVIEW_TOKENS = 400
 LONGEST_SAID = 400
 SHORT = 8
-"""A shorter stretch of tokens that the model did not sample is not folded."""
+"""A shorter sequence of tokens that the model did not sample is not folded."""
 RATIO_LEVELS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 RATIO_NAMES = ("below 0.5", "0.5 to 0.8", "0.8 to 0.95", "about 1", "1.05 to 1.25", "1.25 to 2", "above 2")
 COLORS = 8
-"""The number of colours of versions; version start + 8 has the colour of the start version again."""
+"""The number of colours for versions; after that they repeat: version start + 8 has the same colour as the start
+version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Neighbouring tokens of one answer that the model sampled in one turn, or that others wrote."""
+    """Consecutive tokens of an answer that were all sampled by the model in one turn, or all written by others."""
 
     title: str
-    """The summary of the fold; empty: the part is not folded."""
+    """The summary shown when the part is folded; empty: it is not folded."""
     is_turn: bool
     spans: Markup
 
@@ -38,12 +39,13 @@ class Part:
 def answer_parts(
     group: Group, number: int, texts: TokenTexts, trained_at: int | None, ratios: RowLogRatios | None, color: str
 ) -> list[Part]:
-    """Return the parts of one answer, in order, with a span for each token. Its data-facts say what is known of it.
+    """Return the parts of one answer, in order, with a span for each token. The span's data-facts describe the token.
 
     Args:
-        trained_at: the version of the learner's last training on the group; None: it never did.
-        ratios: log importance ratios from that training; None: they are not known.
-        color: `version` or `ratio`: what the classes of the spans tell apart.
+        number: the answer's row in the group.
+        trained_at: the version of the learner's last training on the group; None: it was never trained on.
+        ratios: log importance ratios from that training; None: not known.
+        color: `version` or `ratio`, what the colours of the spans show.
     """
     row = group.rows[number]
     spans = _token_spans(group, row, texts, trained_at, ratios, color)
@@ -94,7 +96,7 @@ def _token_spans(
 
 
 def legend(row: Row, start_version: int, trained_at: int | None, has_ratios: bool, color: str) -> list[tuple[str, str]]:
-    """Return (class, text) of the colours of one answer's tokens."""
+    """Return (CSS class, text) for each colour of an answer's tokens."""
     if color == "version":
         found = []
         for version, _ in version_shares(row):
@@ -108,7 +110,7 @@ def legend(row: Row, start_version: int, trained_at: int | None, has_ratios: boo
 
 
 def sibling(group: Group, number: int, texts: TokenTexts) -> dict[str, Any]:
-    """Return the entry of one answer in the list of the group's answers."""
+    """Return the facts about one answer for the list of the group's answers."""
     row, versions = group.rows[number], version_shares(group.rows[number])
     facts = [f"{len(row.tokens)} tokens", row.finish_reason, *episode_facts(group, number)]
     facts.append(f"v{versions[0][0]}" + (f"-{versions[-1][0]}" if len(versions) > 1 else ""))
@@ -120,7 +122,7 @@ def sibling(group: Group, number: int, texts: TokenTexts) -> dict[str, Any]:
 
 
 def episode_facts(group: Group, number: int) -> list[str]:
-    """Return what is known of the episode of a row; nothing if the episodes are plain answers to a question."""
+    """Return facts about the episode of a row; [] if the episodes are plain answers to a question."""
     if not group.episodes:
         return []
     ends = list(itertools.accumulate(group.episode_rows))
@@ -139,7 +141,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def version_shares(row: Row) -> list[tuple[int, float]]:
-    """Return (version, share of the trained tokens) for each version that sampled some of them, oldest first."""
+    """Return (version, its share of the trained tokens), oldest version first."""
     trained = row.versions[row.mask] if row.mask.any() else row.versions
     versions, counts = np.unique(trained, return_counts=True)
     return [(int(version), int(count) / len(trained)) for version, count in zip(versions, counts, strict=True)]

@@ -1,14 +1,14 @@
 """The web application: the list of runs, the page of a run, its groups, and the security headers of every response.
 
-    /                              the list of runs; of a single run its page
-    /run/NAME                      the run live: tiles, charts, lanes, who waits on whom, sample answers
+    /                              the list of runs; for a single run its page
+    /run/NAME                      the run live: tiles, charts, lanes, who waits for whom, sample answers
     /run/NAME/groups               the groups that meet a WHERE clause
     /run/NAME/groups/ID            a group, with one answer token by token
     /run/NAME/data/...             JSON: charts, lanes, and a text for each file that changes with it
     /report/SWEEP                  the report.html of a sweep
 
-A page asks for its changes every second, then for itself, and takes over its parts with data-live. It works so for as
-long as it is open, whatever happens to the run or to the server.
+An open page asks every second whether files have changed. If so, it loads itself again in the background and replaces
+its parts with data-live. It continues to do so whatever happens to the run or to the server.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from async_rl.tools.view.runs import RunFiles, Runs, UnknownRunError
 
 FOLDER = Path(__file__).parent
 HOSTS = ["localhost", "127.0.0.1"]
-"""The names under which the page may be asked for. A site that lets its own name point here (DNS rebinding) sends its
-own name, and is refused."""
+"""The host names that requests may use. A site that makes its own name point to this host (DNS rebinding) sends
+that name, and is refused."""
 HEADERS = {
     # Pages run no script and load nothing but the files of this server, whatever a model wrote into an answer.
     "Content-Security-Policy": (
@@ -67,7 +67,7 @@ WHERE_EXAMPLES = (
 
 
 def make_app(runs: Runs) -> Starlette:
-    """Return the application that shows the runs of a folder."""
+    """Return the web application that shows the runs of a folder."""
     run_routes = [
         Route("/", run_page), Route("/groups", groups_page), Route("/groups/{group_id}", group_page),
         Route("/data/charts", charts), Route("/data/lanes", lanes), Route("/data/changes", changes_of_run),
@@ -107,7 +107,7 @@ class _Headers:
 
 
 def bokeh_folder() -> Path:
-    """Return the folder of the chart library's JavaScript, without importing its Python part."""
+    """Return the folder of Bokeh's JavaScript files, without importing its Python part."""
     spec = find_spec("bokeh")
     assert spec is not None and spec.submodule_search_locations, "the command has checked the extra `page`"
     return Path(spec.submodule_search_locations[0]) / "server" / "static" / "js"
@@ -134,7 +134,7 @@ def report(request: Request) -> Response:
 
 
 def run_page(request: Request) -> Response:
-    """Return the page of a run. Its charts and lanes come as JSON."""
+    """Return the page of a run. It loads its charts and lanes as JSON."""
     run = run_of(request)
     start, now, first_steps = run.metrics.start_and_now()
     facts = {
@@ -146,7 +146,7 @@ def run_page(request: Request) -> Response:
 
 
 def samples(run: RunFiles) -> list[dict[str, Any]]:
-    """Return the groups that were trained last: the question, and the answers of the highest and lowest reward."""
+    """Return the groups trained last: the question, and the answers with the highest and the lowest reward."""
     found = []
     try:
         for group_id in run.journal.newest_trained(SAMPLES):
@@ -162,7 +162,7 @@ def samples(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def groups_page(request: Request) -> Response:
-    """Return the list of the groups that meet the query's WHERE clause, or why there is none."""
+    """Return the page with the groups that meet the query's WHERE clause, or with the error of the query."""
     run = run_of(request)
     query = {key: request.query_params.get(key, "").strip() for key in ("where", "order")}
     number = whole_number("page", request.query_params.get("page", "0"))
@@ -182,7 +182,7 @@ def groups_page(request: Request) -> Response:
 
 
 def group_page(request: Request) -> Response:
-    """Return the page of one group: its answers side by side, and one of them token by token."""
+    """Return the page of one group: its answers side by side, and one answer token by token."""
     run = run_of(request)
     group_id = whole_number("group", request.path_params["group_id"])
     number = whole_number("answer", request.query_params.get("answer", "0"))
@@ -212,7 +212,8 @@ def charts(request: Request) -> Response:
 
 
 def lanes(request: Request) -> Response:
-    """Return each pool's states over the steps `from` to `to` of the query; without them over the newest steps."""
+    """Return as JSON each pool's states over the steps `from` to `to` of the query; by default over the newest steps.
+    """
     run, query = run_of(request), request.query_params
     # A resume starts timeline.json from empty, and counts the seconds since its own first step.
     since_s = run.metrics.values("time/since_first_step_s")
@@ -243,7 +244,7 @@ def _changes_of(runs: Runs) -> dict[str, str]:
 
 
 def run_of(request: Request) -> RunFiles:
-    """Return the run that the address of a request names, with its newest metrics."""
+    """Return the run named in the address of a request, with its newest metrics."""
     runs: Runs = request.app.state.runs
     run = runs.run(request.path_params["name"])
     request.state.seen = run.changes()  # before anything is read: the page asks for what changes later
@@ -252,10 +253,13 @@ def run_of(request: Request) -> RunFiles:
 
 
 def whole_number(name: str, text: str) -> int:
-    """Return the number in a part `name` of an address. Every number that is allowed fits into a column of SQLite.
+    """Parse a number in an address. Every allowed number fits into a column of SQLite.
+
+    Args:
+        name: the part of the address, for the error.
 
     Raises:
-        ConfigError: the part is no whole number, is negative, or has more than MAX_DIGITS digits.
+        ConfigError: the text is no whole number, is negative, or has more than MAX_DIGITS digits.
     """
     if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise ConfigError(f"{name} must be a whole number of at most {MAX_DIGITS} digits, got {text[:80]!r}")
@@ -263,12 +267,12 @@ def whole_number(name: str, text: str) -> int:
 
 
 def number_text(value: Any, form: str = "{:.3g}") -> str:
-    """Return a value as text, with an en dash for one that is missing or not finite."""
+    """Return a value as text; an en dash if it is missing or not finite."""
     return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else MISSING
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a duration in its largest unit and the one below, e.g. `1 h 12 min`."""
+    """Return a duration in its largest unit and the next smaller one, e.g. `1 h 12 min`."""
     if seconds is None:
         return MISSING
     whole = round(seconds)
@@ -281,7 +285,12 @@ def _page(
     request: Request, template: str, facts: dict[str, Any], run: RunFiles | None = None, tab: str = "",
     status: int = 200,
 ) -> Response:
-    """Return a page made of a template, under the head with the state of its run."""
+    """Render a template to an HTML page. The page's header shows the state of the run.
+
+    Args:
+        facts: the template's variables.
+        tab: the selected tab.
+    """
     runs: Runs = request.app.state.runs
     head: dict[str, Any] = {"run": run, "tab": tab, "folder": runs.folder, "is_single": runs.is_single}
     head["seen"] = getattr(request.state, "seen", {})
@@ -291,7 +300,10 @@ def _page(
 
 
 def _error(request: Request, error: Exception) -> Response:
-    """Return the HTTP answer to a request that raised `error`, with the error's text: JSON for /data/, else a page."""
+    """Return the HTTP response for a request that raised `error`.
+
+    It has the error's text, as JSON for /data/, else a page.
+    """
     is_missing = isinstance(error, UnknownRunError)
     status = error.status_code if isinstance(error, HTTPException) else 404 if is_missing else 400
     text = str(error.detail if isinstance(error, HTTPException) else error)

@@ -1,4 +1,4 @@
-"""`async-rl view`: serves the page of a run or of several from a process of its own, at low priority."""
+"""`async-rl view`: serves the page of one or several runs from a separate process with low priority."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_PORT = 8717
 """A fixed port, so that a link to a group works for everyone who has the run directory."""
 NICENESS = 10
 LOOPBACK = "127.0.0.1"
-"""The only address: there is no password, so only programs of this machine may reach the page."""
+"""The only address. There is no password, so only programs on this machine may reach the page."""
 SHUTDOWN_LIMIT_S = 5
 END_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -50,9 +50,9 @@ def serve(folder: Path, port: int) -> None:
 
 @contextmanager
 def shown(run_dir: Path) -> Iterator[None]:
-    """Serve the page of a run that is about to start, from a process that ends with the block or with this process.
+    """A context that serves the page of a run that is about to start, from a process.
 
-    The port is DEFAULT_PORT, or a free one if that is taken.
+    The process ends with the block or with this process. Its port is DEFAULT_PORT, or a free one if that is taken.
     """
     try:
         open_port(DEFAULT_PORT).close()
@@ -75,13 +75,13 @@ def shown(run_dir: Path) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies. It runs in the child, before the program starts."""
+    """Make Linux end this process when its parent dies. Called in the child process before the program starts."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def open_port(port: int) -> socket.socket:
-    """Return a socket that listens on a port of this machine; 0 takes a free one.
+    """Return a socket that listens on a port of this machine; 0: a free one.
 
     Raises:
         ConfigError: the port is out of range or taken.

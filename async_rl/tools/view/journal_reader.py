@@ -19,16 +19,16 @@ from async_rl.base.types import Group
 from buffer.journal import Place, check_schema, payload_folder, read_payload
 
 QUERY_LIMIT_S = 2.0
-"""A query that takes longer is ended, so that it never keeps the journal's log from being merged."""
+"""The time limit of a query. A longer one would keep SQLite from merging the journal's write-ahead log."""
 LOCK_LIMIT_S = 1.0
 PAGE_ROWS = 50
 PROMPT_BYTES = 64 * 2**10
-"""The list of groups looks for the prompt in so many bytes at the start of a payload."""
+"""For the list of groups, the prompt is searched in this many bytes at the start of a payload."""
 OPCODES_BETWEEN_CHECKS = 10_000
 LONGEST_TEXT = 100_000
-"""The longest value in a user's query. One call of a function of SQLite can't be interrupted, so it must be short."""
+"""The longest value in a user's query. A call of an SQLite function can't be interrupted, so it must be short."""
 NEWEST_TRAINED = "step IS NULL, step DESC, group_id DESC"
-"""The order of groups unless the user writes another: the newest trained first, then the others."""
+"""The default order of groups: the newest trained first, then those not trained."""
 _GROUPS = """
     SELECT group_id, prompt_index, NULLIF(data_row, -1) AS data_row, state, drop_reason, worker, start_version,
         NULLIF(finished_version, -1) AS finished_version, reward, response_tokens AS tokens, duration_s,
@@ -37,28 +37,28 @@ _GROUPS = """
         - (SELECT MIN(oldest_version) FROM rows WHERE rows.group_id = groups.group_id) AS staleness,
         (SELECT MAX(episode) + 1 FROM rows WHERE rows.group_id = groups.group_id) AS answers
     FROM groups"""
-"""One line for each group, with the columns that a WHERE clause may name."""
+"""A row for each group, with the columns that a WHERE clause may use."""
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 
 
 class JournalError(AsyncRLError):
-    """The journal can't be shown. The message says why, and what may be done."""
+    """The journal can't be shown. The message says why and what to do."""
 
 
 class JournalReader:
-    """Reads groups from a run's journal (trajectories.sqlite), which it opens anew for each query."""
+    """Reads groups from a run's journal (trajectories.sqlite), which is opened for each query."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def groups(self, where: str = "", order: str = "", page: int = 0) -> tuple[list[dict[str, Any]], bool]:
-        """Return one page of the groups that meet an SQL condition, and whether there are more pages.
+        """Return (one page of the groups that meet an SQL condition, whether there are more pages).
 
         Args:
             where: the user's WHERE clause over the columns of _GROUPS, e.g. `reward > 0.5 AND staleness >= 2`; it may
                 query other tables. Empty: all groups.
             order: the user's ORDER BY clause, e.g. `reward DESC`; empty: NEWEST_TRAINED.
-            page: number of the page, from 0 on.
+            page: number of the page, from 0.
 
         Raises:
             JournalError: the journal can't be read, a clause is wrong, or the query took too long.
@@ -78,12 +78,14 @@ class JournalReader:
         return [rows[each] for each in ids[:PAGE_ROWS] if each in rows], len(ids) > PAGE_ROWS
 
     def newest_trained(self, number: int) -> list[int]:
-        """Return the ids of the groups that were trained last."""
+        """Return the ids of the `number` groups that were trained last."""
         query = f"SELECT DISTINCT group_id FROM uses ORDER BY version DESC, group_id LIMIT {number}"
         return [row["group_id"] for row in self.rows(query)]
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """Return the facts of a group, or None: its `rows`, the `steps` that used it, and its `errors`."""
+        """Return the facts about a group, with its `rows`, the `steps` that used it, and its `errors`; None: unknown
+        id.
+        """
         groups = self.rows(f"{_GROUPS} WHERE group_id = ?", (group_id,))
         if not groups:
             return None
@@ -93,7 +95,7 @@ class JournalReader:
         return groups[0] | {"rows": rows, "steps": [row["step"] for row in steps], "errors": errors}
 
     def payload(self, group_id: int) -> Group | None:
-        """Return a group with its tokens; None if these were removed or not copied, or the group never arrived.
+        """Return a group with its tokens; None if the tokens were deleted or not copied, or the group never arrived.
 
         Raises:
             JournalError: the journal can't be read, or another version of this program wrote the group.
@@ -112,7 +114,8 @@ class JournalReader:
             raise JournalError(f"The tokens of group {group_id} can't be decoded: {error}.") from None
 
     def prompts(self, group_ids: Sequence[int]) -> dict[int, list[int]]:
-        """Return the prompt tokens by group id, without reading answers; groups whose tokens are gone are left out."""
+        """Return the prompt tokens by group id, without reading answers. Groups whose tokens were deleted are left out.
+        """
         marks = ", ".join(map(str, map(int, group_ids)))
         places = self.rows(f"SELECT group_id, file, start, bytes FROM payloads WHERE group_id IN ({marks})")
         found = {}
@@ -124,7 +127,7 @@ class JournalReader:
         return found
 
     def rows(self, query: str, values: Any = ()) -> list[dict[str, Any]]:
-        """Return the rows of an SQL query of ours, each as a dict by column.
+        """Return the rows of one of our own SQL queries, each as a dict by column.
 
         Raises:
             JournalError: there is no journal, it can't be read, or the query took longer than QUERY_LIMIT_S.
@@ -157,7 +160,7 @@ class JournalReader:
 
 
 def _prompt(head: bytes) -> list[int]:
-    """Return the prompt tokens in the first bytes of an encoded group. ValueError: they are not in these bytes."""
+    """Return the prompt tokens of an encoded group from its first bytes. ValueError: they are not in these bytes."""
     unpacker = msgpack.Unpacker(max_buffer_size=PROMPT_BYTES)
     unpacker.feed(head)
     for _ in range(unpacker.read_map_header()):

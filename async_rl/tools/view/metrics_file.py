@@ -1,4 +1,4 @@
-"""Follows a run's metrics.jsonl, and keeps the metrics that the page shows. Each call reads only the added lines."""
+"""Follows a run's metrics.jsonl, and stores the metrics that the page shows. Each call reads only new lines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from async_rl.base.telemetry.metrics import PLAIN, Declaration, Figures, over_st
 
 BLOCK_BYTES = 8 * 2**20
 MAX_POINTS = 600
-"""The most points of one line. A longer line is thinned before it is sent to the browser."""
+"""The most points of a chart's line. Longer lines are thinned before they are sent to the browser."""
 MOST_STEPS = 20
-"""A tile shows a mean over at most so many steps at the start of the run, and so many at its end."""
+"""A tile compares means over the first and the last steps of the run, at most this many each."""
 
 CHARTS: tuple[dict[str, Any], ...] = (
     {"title": "Reward", "format": "0.00",
@@ -37,17 +37,18 @@ CHARTS: tuple[dict[str, Any], ...] = (
     {"title": "Trained tokens a second", "format": "0,0", "axis": (0, None),
      "lines": (("throughput/trained_tokens_per_s", "tokens/s"),)},
 )  # fmt: skip
-"""The charts of a run: the metrics on its left and right axis, and the left one's ends (None: by the data) and format
-for Bokeh's NumeralTickFormatter."""
+"""The charts of a run: the metrics on the left and right axis, and for the left axis its range (None: from the
+data) and its format for Bokeh's NumeralTickFormatter."""
 _LINES = {key for chart in CHARTS for key, _ in (*chart["lines"], *chart.get("right", ()))}
 KEYS = _LINES | {"time/written_at_s", "time/since_first_step_s"}
-"""The metrics whose values at each step are kept, with those that weigh them, and all that begin with `alarm/`."""
+"""The metrics whose value at each step is stored, with the metrics that are their weights. Those that begin with
+`alarm/` are stored too."""
 
 
 class MetricsFile:
-    """The metrics of one run. Thread-safe. A resume replaces the file, which is then read anew.
+    """The metrics of one run. Thread-safe. If a resume replaces the file, it is read again from the start.
 
-    The values at each step are kept for the charts alone. Every metric has its last value, and its figure over the
+    The values at each step are stored only for the charts. Every metric has its last value, and its figure over the
     last MOST_STEPS lines of the file.
     """
 
@@ -66,7 +67,7 @@ class MetricsFile:
         self._kept = KEYS
 
     def refresh(self) -> MetricsFile:
-        """Read the lines that were added since the last call. Returns this object."""
+        """Read the lines added since the last call. Returns this object."""
         with self._lock:
             try:
                 with self._path.open("rb") as file:
@@ -106,12 +107,12 @@ class MetricsFile:
                 self._values.setdefault(key, {})[step] = value
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Return (step, value) of one metric in the order of the steps; the later of two values of one step counts."""
+        """Return (step, value) of a metric, ordered by step. If a step has several values, the last one counts."""
         with self._lock:
             return sorted(self._values.get(key, {}).items())
 
     def last(self, key: str) -> float | None:
-        """Return the value of the metric at its last step; None if it was never measured."""
+        """Return the value of a metric at the last step that measured it; None if it was never measured."""
         values = self.values(key)
         return values[-1][1] if values else None
 
@@ -122,9 +123,9 @@ class MetricsFile:
             return int(max(self._values.get("time/written_at_s", {}), default=0))
 
     def start_and_now(self) -> tuple[Figures, Figures, int]:
-        """Return the figures of the first and the last steps, and the number of steps in the first ones.
+        """Return (the figures over the first steps, the figures over the last steps, the number of first steps).
 
-        The first ones are a fifth of all steps. Both are at most MOST_STEPS.
+        The first steps are a fifth of all steps. Both parts have at most MOST_STEPS steps.
         """
         with self._lock:
             declared = dict(self._declared)
@@ -138,7 +139,7 @@ class MetricsFile:
         return start, now, number
 
     def alarms(self) -> dict[str, tuple[bool, int]]:
-        """Return, for each alarm that was ever on, whether it is on now, and the last step when it was."""
+        """Return, for each alarm that was ever on, (whether it is on now, the last step at which it was on)."""
         with self._lock:
             keys = [key for key in self._values if key.startswith("alarm/")]
         found = {}
@@ -149,7 +150,7 @@ class MetricsFile:
         return found
 
     def charts(self) -> list[dict[str, Any]]:
-        """Return CHARTS with the points of each line; lines that nothing has measured are left out."""
+        """Return CHARTS with the points of each line. Lines without measured values are left out."""
         found = []
         for chart in CHARTS:
             lines = [
@@ -161,13 +162,13 @@ class MetricsFile:
 
 
     def _joined(self, key: str) -> Callable[[Iterable[float]], float]:
-        """Return what makes one value of the values of several steps in a chart: `max` for a largest value."""
+        """Return the function that combines values of several steps in a chart: `max` for maxima, else the mean."""
         return max if self._declared.get(key, PLAIN).over_steps == "max" else fmean
 
     def every_metric(self) -> list[dict[str, Any]]:
-        """Return the fields of the declaration of every metric, its `key`, its `last` value and its `figure`.
+        """Return for every metric a dict with its `key`, `last` value, `figure`, and the fields of its declaration.
 
-        A metric that is not in the last MOST_STEPS lines has the figure None.
+        The figure is None if the metric is not in the last MOST_STEPS lines.
         """
         with self._lock:
             figures = over_steps(self._recent, self._declared)
@@ -180,9 +181,12 @@ class MetricsFile:
 def thinned(
     points: Sequence[tuple[float, float]], joined: Callable[[Iterable[float]], float] = fmean
 ) -> dict[str, list[float]]:
-    """Return the lists `step` and `value` of at most MAX_POINTS points.
+    """Return the lists `step` and `value` with at most MAX_POINTS points.
 
-    A point for several steps has the last of them, and `joined` makes its value of theirs.
+    A point that stands for several steps has the number of the last one.
+
+    Args:
+        joined: combines the values of several steps.
     """
     stride = math.ceil(len(points) / MAX_POINTS)
     parts = [points[at : at + stride] for at in range(0, len(points), max(1, stride))]

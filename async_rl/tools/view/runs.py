@@ -1,4 +1,4 @@
-"""The runs in a folder, and what the small files of each say: configuration, status, summary. Nothing is changed."""
+"""The runs in a folder, and the content of their small files: configuration, status, summary. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from async_rl.tools.view.token_texts import TokenTexts
 from buffer.journal import FILE_NAME
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", FILE_NAME)
-"""A folder with at least one of these is the directory of a run, also if a crash or a copy left the others out."""
+"""A folder with at least one of these files is a run directory, even if a crash or a copy left out the others."""
 REPORT = "report.html"
-"""The page that a sweep writes into its folder."""
+"""The report that a sweep writes into its folder."""
 
 
 class UnknownRunError(AsyncRLError):
-    """The page's address names a run that is not in the folder. It is answered with status 404."""
+    """The address of a page names a run that is not in the folder. The response has status 404."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Whether a run goes on, by its status.json."""
+    """Whether a run goes on, according to its status.json."""
 
     name: str
     """`running`, `paused`, `ended`, `resuming`, `stopped writing` or `unknown`."""
     text: str = ""
-    """One sentence for the user; empty if the name says it all."""
+    """An explanation for the user, as a sentence; empty if the name is enough."""
     processes: tuple[dict[str, Any], ...] = ()
-    """The fields of telemetry.status.Status and `waited_s` of each process; none once the run has ended."""
+    """For each process, the fields of telemetry.status.Status and `waited_s`; empty once the run has ended."""
 
 
 class RunFiles:
-    """The directory of one run, which may go on, have ended, have crashed, or be a copy."""
+    """The directory of one run. The run may go on, have ended or crashed, or the directory may be a copy."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class RunFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration as the run wrote it; empty if it is missing or can't be read."""
+        """The resolved configuration that the run wrote; {} if it is missing or can't be read."""
         stamp = _stamp(self.folder / "config.yaml")
         if self._config[0] != stamp:
             try:
@@ -67,7 +67,10 @@ class RunFiles:
         return self._config[1]
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key; `default` if there is none, or no number where a number belongs."""
+        """Return the value of a dotted key in the configuration, or `default`.
+
+        The default is also returned if it is a number and the value is not.
+        """
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -76,7 +79,7 @@ class RunFiles:
 
     @property
     def texts(self) -> TokenTexts:
-        """The run's tokenizer, which is loaded at first use."""
+        """The run's tokenizer, loaded at the first use."""
         with self._lock:
             if self._texts is None:
                 self._texts = TokenTexts(self.folder, self.setting("model.path"))
@@ -103,14 +106,14 @@ class RunFiles:
 
     @property
     def alarm_text(self) -> str:
-        """The alarms that are on now, by the newest values of the metrics `alarm/...`; empty: none is."""
+        """A sentence on the alarms that are on now, by the newest metrics `alarm/...`; "" if none is on."""
         on = [name for name, (is_on, _) in self.metrics.alarms().items() if is_on]
         text = str(read_json(self.folder / "status.json").get("alarms", ""))
         return (text or f"Alarms: {', '.join(on)}.") if on else ""
 
     @property
     def progress(self) -> tuple[str, float | None]:
-        """How far the run is: in words, and as a share of run.steps or run.seconds; None if it has neither."""
+        """The progress of the run: (a text, the share of run.steps or run.seconds, None without either limit)."""
         step, steps, seconds = self.metrics.last_step, self.setting("run.steps", 0), self.setting("run.seconds", 0)
         since_s = self.metrics.last("time/since_first_step_s") or 0.0
         shares = [part / whole for part, whole in ((step, steps), (since_s, seconds)) if whole > 0]
@@ -120,7 +123,7 @@ class RunFiles:
 
     @property
     def time_left_s(self) -> float | None:
-        """Seconds until the end of a run that goes on, at its present pace; None if it is not known."""
+        """The seconds until a run that goes on will end, at its present pace; None if not known."""
         pace_s = self.metrics.start_and_now()[1].get("time/step_s")
         if pace_s is None or self.state.name != "running":
             return None
@@ -130,7 +133,7 @@ class RunFiles:
         return max(0.0, min(left_s))
 
     def changes(self) -> dict[str, str]:
-        """Return, for each kind of file, a text that differs after each change."""
+        """Return, for each kind of file, a text that is different after each change of the file."""
         files = {
             "metrics": ["metrics.jsonl"], "status": ["status.json", "summary.json"], "timeline": ["timeline.json"],
             "journal": [FILE_NAME, f"{FILE_NAME}-wal"],
@@ -139,7 +142,7 @@ class RunFiles:
 
 
 class Runs:
-    """The runs of the folder that is shown: itself, the folders in it, and the cells of a sweep.
+    """The runs to show: the folder itself, the folders in it, and the cells of sweeps.
 
     Raises:
         ConfigError: there is no run.
@@ -170,13 +173,13 @@ class Runs:
         return found
 
     def all(self) -> list[RunFiles]:
-        """Return the runs, those with the newest status first."""
+        """Return all runs, those with the newest status first."""
         folders = self._folders()
         newest = sorted(folders, key=lambda name: _stamp(folders[name] / "status.json"), reverse=True)
         return [self._open(name, folders[name]) for name in newest]
 
     def run(self, name: str) -> RunFiles:
-        """Return the run with a name.
+        """Return the run called `name`.
 
         Raises:
             UnknownRunError: there is no such run.
@@ -191,13 +194,13 @@ class Runs:
             return self._runs.setdefault(name, RunFiles(folder, name))
 
     def reports(self) -> dict[str, Path]:
-        """Return the report of each sweep that has written one, by the sweep's name."""
+        """Return the report.html of each sweep that has one, by the sweep's name."""
         sweeps = [self.folder, *_folders_in(self.folder)]
         return {path.resolve().name: path / REPORT for path in sweeps if is_sweep(path) and (path / REPORT).is_file()}
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Return the folders in a folder; none if it was removed."""
+    """Return the folders in a folder; [] if it was removed."""
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
@@ -213,7 +216,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is missing, half written, or holds something else."""
+    """Return the JSON object in a file; {} if the file is missing, incomplete, or contains something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

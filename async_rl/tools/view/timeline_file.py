@@ -1,4 +1,4 @@
-"""Follows a run's timeline.json while it is written, and cuts some steps from it: the states of each pool over time."""
+"""Follows a run's timeline.json while it is written, and extracts the states of each pool over some steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import IO, Any
 from async_rl.base.telemetry.timeline import RESTART, Span, state_changes
 
 MAX_STEPS_BEHIND = 5
-"""A pool is written when its state changes, some time after the learner. One that is further behind has ended."""
+"""A pool's spans are written some time after the learner's. If a pool is further behind than this, it has ended."""
 LEARNER, UPDATE, BATCH = "learner/0", "update", "batch"
-"""The pool with the steps, and the names of its spans that mark one: it ends where the next wait for a batch begins."""
+"""The pool whose spans define steps, and the names of these spans: a step ends where the next wait for a batch begins.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of one lane with a single state. Times are in seconds from the start of the window."""
+    """A part of a pool's lane with a single state. Times are in seconds from the start of the window."""
 
     state: str
     name: str
@@ -40,12 +41,13 @@ class Window:
     """The end of each step, in seconds from the start of the window."""
     lanes: dict[str, list[Segment]]
     waits_s: dict[str, float]
-    """Seconds when learner/0 did not compute, by the cause of the wait. The wait for a batch is split by the rollout
-    pools' states meanwhile: `batch/busy`, `batch/sync` and so on."""
+    """The seconds in which learner/0 did not compute, by cause. Waits for a batch are split by the rollout pools'
+    states meanwhile: `batch/busy`, `batch/sync` and so on."""
 
 
 class TimelineFile:
-    """The spans of timeline.json so far. Thread-safe. A resume replaces the file, which is then read anew."""
+    """The spans in timeline.json so far. Thread-safe. If a resume replaces the file, it is read again from the start.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +64,7 @@ class TimelineFile:
         """Whether the run has ended and closed the file."""
 
     def refresh(self) -> TimelineFile:
-        """Read the events that were added since the last call. Returns this object."""
+        """Read the events added since the last call. Returns this object."""
         with self._lock:
             try:
                 with self._path.open("rb") as file:
@@ -110,7 +112,7 @@ class TimelineFile:
         return self._spans.get(pid, [])
 
     def _shown_ends_s(self) -> list[float]:
-        """Return the end of each step for which the file has the states of all pools that still run."""
+        """Return the end of each step for which the file has the states of all pools that are still running."""
         ends_s = step_ends_s(self._learner())
         if self._is_complete or not ends_s:
             return ends_s
@@ -123,7 +125,7 @@ class TimelineFile:
         """Return the lanes over the steps `first` to `last`, as far as the file has them; None if it has none of them.
 
         Args:
-            number_of_first: the number of the first step in the file, which is 1 unless the run was resumed.
+            number_of_first: the number of the first step in the file, 1 unless the run was resumed.
         """
         with self._lock:
             ends_s = self._shown_ends_s()
@@ -154,7 +156,7 @@ def _between(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
 
 
 def step_ends_s(learner: Sequence[Span]) -> list[float]:
-    """Return the end of each step in seconds: the end of the learner's last span before it waits for the next batch."""
+    """Return the end of each step in seconds: when the learner's last span before its next wait for a batch ends."""
     ends_s: list[float] = []
     has_trained, end_s = False, 0.0
     for span in learner:
@@ -183,7 +185,7 @@ def _segments(spans: Sequence[Span], start_s: float, end_s: float) -> list[Segme
 
 
 def _waits_s(learner: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """Return the seconds of the learner by activity, without updates and waits for a batch."""
+    """Return the learner's seconds by activity, except updates and waits for a batch."""
     waits_s: dict[str, float] = {}
     rest_s = end_s - start_s
     for span in learner:
@@ -197,9 +199,10 @@ def _waits_s(learner: Sequence[Span], start_s: float, end_s: float) -> dict[str,
 def _batch_waits_s(
     learner: Sequence[Span], rollout: Sequence[Sequence[Segment]], start_s: float, end_s: float
 ) -> dict[str, float]:
-    """Return the seconds of the learner's waits for a batch by `batch/STATE`: the mean over the rollout pools.
+    """Return the learner's seconds of waiting for a batch, by `batch/STATE`.
 
-    A wait while a lost rollout server was started again is `batch/restart`.
+    They are averaged over the rollout pools' states meanwhile. While a lost rollout server was restarted, the state is
+    `restart`.
     """
     waits_s: dict[str, float] = {}
     for span in learner:

@@ -1,4 +1,4 @@
-"""Turns the token ids of a run back into text, with the tokenizer that the run used."""
+"""Converts the token ids of a run to text, with the tokenizer that the run used."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ TOKENIZER_FILE = "tokenizer.json"
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"
 )
-"""Control characters but for tabs and ends of lines, marks that turn the direction of text, spaces without width."""
+"""Control characters except tabs and line ends, marks that change the direction of text, and spaces without width."""
 _ROLE = re.compile(r"\A\s*(system|developer|user|assistant|model|tool|ipython|observation)\s*(\n|\Z)")
 _TAG_LINE = re.compile(r"^[ \t]*</?\w+>[ \t]*$", re.MULTILINE)
 _CALL = re.compile(
     r"(?:<tool_call>|<\|python_tag\|>|\A)\s*\{[^{}]*?\"name\"\s*:\s*\"([\w.-]+)\"|<tool_call>\s*([\w.-]+)\s*(?:\n|<arg_key>)"
 )
-"""The name of the tool in a call as the families of Qwen and Hermes, Llama 3 and GLM write it."""
+"""Matches the name of the tool in a call, as the families of Qwen and Hermes, Llama 3 and GLM write it."""
 
 
 def called_tools(text: str) -> list[str]:
-    """Return the names of the tools that a turn calls, in order, as far as its text shows them."""
+    """Return the names of the tools called in the text of a turn, in order, as far as they are recognised."""
     return [first or second for first, second in _CALL.findall(text)]
 
 
 def visible(text: str) -> str:
-    """Return a text with the code of each invisible character in its place, e.g. ⟨U+202E⟩.
+    """Replace each invisible character in a text by its code, e.g. ⟨U+202E⟩.
 
     Such characters hide what a model wrote, or change how other text is shown.
     """
@@ -37,11 +37,11 @@ def visible(text: str) -> str:
 
 
 class TokenTexts:
-    """Decodes token ids of a run into text without invisible characters.
+    """Decodes token ids of a run to text without invisible characters.
 
     Args:
-        run_dir: directory of the run.
-        model: model.path of the run.
+        run_dir: the run's directory.
+        model: the run's model.path.
     """
 
     def __init__(self, run_dir: Path, model: object) -> None:
@@ -74,7 +74,7 @@ class TokenTexts:
         return visible(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def messages(self, ids: Sequence[int]) -> list[str]:
-        """Return what was said in a part of a conversation, message by message, without the marks of a chat template.
+        """Split a part of a conversation into messages, without the marks of the chat template.
 
         Marks are the tokens that were added to the tokenizer's vocabulary, names of roles, and lines with nothing but
         a tag.
@@ -85,12 +85,15 @@ class TokenTexts:
         return [message for message in said if message]
 
     def question(self, prompt: Sequence[int]) -> str:
-        """Return the last message of a prompt, by which prompts differ. Without messages: the whole text."""
+        """Return the last message of a prompt, in which prompts differ. Without messages: the whole text."""
         messages = self.messages(prompt)
         return messages[-1] if messages else self.decode(prompt)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds. The last token of a character adds all of it, the others ""."""
+        """Return the text that each token adds.
+
+        If several tokens form a character, the last one has all of it, the others "".
+        """
         if self._tokenizer is None:
             return [f"{token} " for token in ids]
         from tokenizers.decoders import DecodeStream
@@ -107,10 +110,10 @@ class TokenTexts:
 
 
 def find_tokenizer(run_dir: Path, model: object) -> Path | None:
-    """Return the tokenizer file of a run, its own copy or the one of model.path; None without any.
+    """Return the tokenizer file of a run: its own copy, or that of model.path; None if there is none.
 
-    A relative model.path is looked for in the working directory and in the folders above the run directory, a name of
-    the hub in this host's cache.
+    A relative model.path is searched in the working directory and in the folders above the run directory, a name on the
+    hub in this host's cache.
     """
     folders = [run_dir / "model", *sorted((run_dir / "checkpoints").glob("step_*/model"), reverse=True)]
     if isinstance(model, str) and model:

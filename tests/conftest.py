@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("repeatable", derandomize=True)  # new examples are for `make nightly`
 hypothesis.settings.load_profile("repeatable")
+gc.set_threshold(50_000)  # else the garbage collector takes an eighth of the time of imports
 warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit
 
 STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}

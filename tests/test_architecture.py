@@ -56,6 +56,13 @@ def python_files() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_syntax_trees() -> Iterator[None]:
+    """Nearly a million objects would make every later garbage collection slow."""
+    yield
+    nodes_of.cache_clear()
+
+
 @cache
 def nodes_of(file: Path) -> tuple[ast.AST, ...]:
     """All nodes of the syntax tree of a file, its module first."""

@@ -39,7 +39,8 @@ TWO_PAIRS = ["placement.learner.ranks=2", "placement.rollout.servers=2"]
             "grpo-two-in-turns-by-disk", [*IN_TURNS, *TWO_PAIRS, "weight_sync.transport=disk"], 0,
             marks=pytest.mark.nightly,
         ),
-        ("ppo-async", [*TWO_RANKS, *PPO, *LORA_AND_REFERENCE], 2),
+        pytest.param("grpo-async", TWO_RANKS, 2, marks=pytest.mark.nightly),  # in CI two ranks: test_resume.py
+        ("ppo-async", ["weight_sync.bucket_bytes=65536", *PPO, *LORA_AND_REFERENCE], 2),
     ],
 )
 def test_a_run_on_sglang_trains_every_group_once_within_its_bound(

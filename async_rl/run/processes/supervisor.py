@@ -438,13 +438,12 @@ class RestartLimit:
     def count(self, name: str, error: AsyncRLError) -> None:
         """Count a death of the server `name`. Raises `error`, its cause, if the server must not be restarted.
 
-        That is so if a restart can't help, if staleness.mode is exact and its groups are lost, or after more than
-        placement.rollout.max_restarts deaths since the last step.
+        That is so if a restart can't help, or after more than placement.rollout.max_restarts deaths since the last step.
         """
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts
         is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
-        if not is_mendable or (self._config.staleness.mode == "exact" and name.startswith("rollout")):
+        if not is_mendable:
             raise error
         if self._deaths[name] > limit:
             often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."

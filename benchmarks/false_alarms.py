@@ -60,7 +60,8 @@ def main() -> None:
     kinds = list(itertools.product(range(arguments.seeds), PRESETS, FAMILIES, DTYPES, RULES))
     for number, (seed, preset, family, dtype, rules) in enumerate(kinds, 1):
         broken = run_once(preset, family, dtype, rules, seed)
-        found.append({"seed": seed, "preset": preset, "model": family, "dtype": dtype, "rules": rules, "broken": broken})
+        run = {"seed": seed, "preset": preset, "model": family, "dtype": dtype, "rules": rules, "broken": broken}
+        found.append(run)
         print(f"{number} of {len(kinds)}: {preset}, {family}, {dtype}, {rules}: {broken or 'sound'}", flush=True)
     rows = []
     for (family, dtype, rules), runs in itertools.groupby(
@@ -75,8 +76,8 @@ def main() -> None:
     limit = binomtest(num_alarms, len(found)).proportion_ci(0.9, "exact").high  # one side of it: 95 %
     page = (
         f"# False alarms of the certificate\n\n`python -m benchmarks.false_alarms --seeds {arguments.seeds}`, "
-        f"{machine_text()}.\n\n{num_alarms} of {len(found)} sound runs had an alarm; with a confidence of 95 % the rate "
-        f"is below {limit:.2%}.\n\n{table.markdown()}\n\n```\n{__doc__}```\n"
+        f"{machine_text()}.\n\n{num_alarms} of {len(found)} sound runs had an alarm; with a confidence of 95 % the "
+        f"rate is below {limit:.2%}.\n\n{table.markdown()}\n\n```\n{__doc__}```\n"
     )
     write_page(arguments.out, page, {"machine": describe_machine(), "runs": found})
 

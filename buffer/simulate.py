@@ -29,7 +29,9 @@ class Workload:
     """The settings and durations of a simulated run. Durations are in seconds of simulated time."""
 
     concurrency: int = 64
-    """The largest number of groups in flight."""
+    """The largest number of groups in flight, at all servers together."""
+    servers: int = 1
+    """The number of rollout servers. They share the groups in flight evenly."""
     prompts_per_step: int = 64
     train_s: float = 10.0
     train_cv: float = 0.0
@@ -43,8 +45,8 @@ class Workload:
     group_cv: float = 1.0
     """The standard deviation of a group's duration over its mean."""
     load_s: float = 0.0
-    """How much longer a group takes for each other group in flight. 0: the engine has room. group_mean_s: the engine is
-    full, and its throughput no longer grows."""
+    """How much longer a group takes for each other group in flight at its server. 0: the engine has room. group_mean_s:
+    the engine is full, and its throughput no longer grows."""
     failed: float = 0.0
     """The share of groups that are dropped when they finish, because their reward failed or they have zero variance."""
     every_steps: int = 1
@@ -71,8 +73,8 @@ class Workload:
         )
 
     def group_s(self, in_flight: float) -> float:
-        """Return the mean duration of a group while `in_flight` groups run, including that group."""
-        return self.group_mean_s + self.load_s * max(0.0, in_flight - 1)
+        """Return the mean duration of a group while `in_flight` groups run at all servers, including that group."""
+        return self.group_mean_s + self.load_s * max(0.0, in_flight / self.servers - 1)
 
 
 @dataclass(frozen=True)

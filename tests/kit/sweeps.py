@@ -92,6 +92,7 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     result, bound = simulate(workload, level.max, steps, seed, level.depth), level.depth
     in_flight = result.in_flight * workload.concurrency / max(result.rollout, 0.1)
     group_s = workload.group_s(in_flight)
+    at_a_server = in_flight / workload.servers
     cell.folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": 0, "eval/accuracy": 0.3}]
     for step in range(1, steps + 1):
@@ -106,7 +107,7 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
             "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
             "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,
             "time/wait_data_s": 0.001, "rollout/groups": workload.prompts_per_step, "rollout/group_s": group_s,
-            "rollout/group_s_squared": group_s**2 * (1 + workload.group_cv**2), "rollout/concurrency": in_flight,
+            "rollout/group_s_squared": group_s**2 * (1 + workload.group_cv**2), "rollout/concurrency": at_a_server,
         }  # fmt: skip
         if step % workload.every_steps == 0:
             # time/sync_s also has the turns of the memory, far more here; the prediction must not use it.

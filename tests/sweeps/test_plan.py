@@ -19,6 +19,7 @@ from async_rl.tools.sweeps.plan import (
     describe_plan,
     make_plan,
     rules_of,
+    share_that_ends,
     stages,
     work_conserving_bound,
     workload_of,
@@ -187,8 +188,42 @@ def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
     )
     sweep = make_sweep(tmp_path, (4,), seeds=1, steps=12, overrides=overrides)
     assert rules_of(read_runs(sweep)[0]) == Workload(
-        concurrency=80, prompts_per_step=16, every_steps=2, max_uses=2, fresh_fraction=0.6, drain=True, late="drop"
+        concurrency=80, servers=2, prompts_per_step=16, every_steps=2, max_uses=2, fresh_fraction=0.6, drain=True,
+        late="drop",
     )
+
+
+def test_a_run_is_told_what_other_numbers_of_servers_would_bring(tmp_path: Path) -> None:
+    """Two full servers sample 2 / .4 = 5 groups a second, so 16 take 3.2 s; the learner takes 1 s.
+
+    Four servers take 1.6 s and six 1.07 s, where the learner is busy all the time. If the engine had room, more
+    servers would change nothing: the 32 slots of bound 1 are in flight already.
+    """
+    workload = Workload(
+        concurrency=64, servers=2, prompts_per_step=16, train_s=1.0, sync_s=0.0, group_mean_s=0.4, load_s=0.4,
+        group_cv=0.0,
+    )
+    settings = ("placement.rollout.servers=2", "rollout.max_groups_in_flight=32")
+    text = plan("--staleness 1", make_sweep(tmp_path, (1,), seeds=1, steps=60, workload=workload, overrides=settings))
+    found = [line.strip("| ").split(" | ") for line in text.splitlines() if "servers" in line or "learner" in line]
+    steps = {row[0]: [float(each) for each in row[1].split(" to ")] for row in found if row[0][:1].isdecimal()}
+    assert list(steps) == ["1", "2 (now)", "3", "4", "5", "6"]
+    assert (steps["1"][0], steps["2 (now)"][0]) == pytest.approx((60 / 6.4, 60 / 3.2), rel=0.05)
+    assert steps["4"][-1] == pytest.approx(60 / 1.6, rel=0.05)
+    assert steps["4"][0] == pytest.approx(steps["2 (now)"][0], rel=0.05)
+    assert steps["6"][-1] == pytest.approx(60 / 1.07, rel=0.1)
+    assert [row[-1] for row in found if row[0].startswith("2")] == ["servers or slots (staleness.depth)"]
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.3, 1.5])
+def test_the_share_of_groups_that_end_in_time_is_that_of_groups_met_at_random_moments(cv: float) -> None:
+    rng, mean_s, within_s = np.random.default_rng(0), 20.0, 30.0
+    sigma = np.sqrt(np.log(1 + cv**2))
+    durations = rng.lognormal(np.log(mean_s) - sigma**2 / 2, sigma, 400_000)
+    ends = np.cumsum(durations)
+    moments = rng.uniform(0, ends[-1], 100_000)
+    left_s = ends[np.searchsorted(ends, moments)] - moments
+    assert share_that_ends(mean_s, cv, within_s) == pytest.approx((left_s <= within_s).mean(), abs=0.01)
 
 
 @pytest.mark.parametrize(

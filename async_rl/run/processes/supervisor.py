@@ -438,7 +438,8 @@ class RestartLimit:
     def count(self, name: str, error: AsyncRLError) -> None:
         """Count a death of the server `name`. Raises `error`, its cause, if the server must not be restarted.
 
-        That is so if a restart can't help, or after more than placement.rollout.max_restarts deaths since the last step.
+        That is so if a restart can't help, or if it has died more than placement.rollout.max_restarts times since the
+        last step.
         """
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ WORTHWHILE = 0.02
 ABOVE_0 = ("train_s", "rollout_s", "group_mean_s", "concurrency", "prompts_per_step")
 FROM_0 = ("sync_s", "load_s", "group_cv")
 LEARNER_S = ("train_s", "train_cv", "sync_s", "pause_s", "receive_s")
+MOST_MORE_SERVERS = 4
+BUSY = 0.9
+"""A learner that is busy for so large a share of its time limits the steps."""
+LEAVE_S = 30.0
+"""How long a host of Ray that is taken away goes on (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S)."""
 OPTIONS = {"group_mean_s": "--group-s", "group_cv": "--cv"}
 """Options whose names differ from the workload's fields."""
 
@@ -63,8 +69,13 @@ def answer(args: argparse.Namespace) -> str:
         is_allowed = value is None or 0 < value < math.inf or (value == 0 and name in FROM_0)
         check(is_allowed, OPTIONS.get(name, f"--{name.replace('_', '-')}"), value, allowed)
     rows = settings_of(read_runs(args.folder)) if args.folder else []
-    plan = describe_plan(make_plan(planned_workload(args, rows), bounds_of(args.staleness)))
-    return f"Measured: {recommendation(rows)}\n\n{plan}" if len(rows) > 1 else plan
+    workload = planned_workload(args, rows)
+    plan = make_plan(workload, bounds_of(args.staleness))
+    text = describe_plan(plan)
+    if rows and args.rollout_s is None:
+        is_one_run = len(rows) == 1
+        text += f"\n\n{describe_servers(workload, rows[0].staleness if is_one_run else plan.best, not is_one_run)}"
+    return f"Measured: {recommendation(rows)}\n\n{text}" if len(rows) > 1 else text
 
 
 def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
@@ -160,6 +171,70 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def describe_servers(workload: Workload, bound: Bound, knows_load: bool) -> str:
+    """Return what other numbers of rollout servers would bring to a run at `bound`, and what the loss of one costs.
+
+    Args:
+        knows_load: whether the durations of groups at several loads were measured. One run does not tell how much of a
+            group's time is due to the others at its server. Then each figure is a range: from an engine that is full,
+            as `workload` assumes for one run, to an engine with room for more.
+    """
+    now = simulate(workload, bound.max, SIMULATED_STEPS, depth=bound.depth).in_flight * workload.concurrency
+    per_server, group_s = workload.concurrency // workload.servers, workload.group_s(now)
+    engines = [workload]
+    if not knows_load:
+        engines.append(dataclasses.replace(workload, group_mean_s=group_s, load_s=0.0))
+    rows = []
+    for servers in range(max(1, workload.servers - 1), workload.servers + MOST_MORE_SERVERS + 1):
+        with_servers = [dataclasses.replace(w, servers=servers, concurrency=per_server * servers) for w in engines]
+        found = [simulate(w, bound.max, SIMULATED_STEPS, depth=bound.depth) for w in with_servers]
+        limits = dict.fromkeys(_limit(w, result, bound) for w, result in zip(with_servers, found, strict=True))
+        rows.append([
+            f"{servers}{' (now)' if servers == workload.servers else ''}",
+            _range([60 / result.step_s for result in found], "{:.3g}"),
+            _range([result.utilisation for result in found], "{:.0%}"),
+            _range([result.mean_staleness for result in found], "{:.2f}"), " or ".join(limits),
+        ])  # fmt: skip
+    table = Table(("rollout servers", "steps a minute", "learner", "staleness, mean", "what limits"), rows).markdown()
+    age_s = group_s * (1 + workload.group_cv**2) / 2
+    ranges = "" if knows_load else ", from an engine that is full to one that has room"
+    return (
+        f"Other numbers of servers at staleness {bound}{ranges}:\n\n{table}\n"
+        f"A server that is lost takes {now / workload.servers:.1f} groups in flight with it. They have run for "
+        f"{age_s:.3g} s on average, and other servers begin their prompts anew. "
+        f"{share_that_ends(group_s, workload.group_cv, LEAVE_S):.0%} of them would have ended within {LEAVE_S:.0f} s."
+    )
+
+
+def _limit(workload: Workload, found: Result, bound: Bound) -> str:
+    """Return what limits the steps of a simulated run: the learner, or what shortens a step more if there is more."""
+    if found.utilisation >= BUSY:
+        return "learner"
+    servers = workload.servers + 1
+    more = dataclasses.replace(workload, servers=servers, concurrency=workload.concurrency * servers // (servers - 1))
+    with_server = simulate(more, bound.max, SIMULATED_STEPS, depth=bound.depth).step_s
+    with_slots = simulate(workload, bound.max + 1, SIMULATED_STEPS, depth=bound.depth + 1).step_s
+    return "slots (staleness.depth)" if with_slots < with_server else "servers"
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    return " to ".join(dict.fromkeys(form.format(value) for value in sorted(values)))
+
+
+def share_that_ends(mean_s: float, cv: float, within_s: float) -> float:
+    """Return the share of the groups in flight at some moment that end within `within_s` seconds from then.
+
+    That is E[min(T, L)] / E[T], with L = within_s and T the duration of a group: lognormal, of this mean and this
+    standard deviation over the mean. (A renewal process is met by an interval in proportion to its length.)
+    """
+    if cv == 0:
+        return min(1.0, within_s / mean_s)
+    sigma = math.sqrt(math.log(1 + cv**2))
+    z = (math.log(within_s / mean_s) + sigma**2 / 2) / sigma  # (log L - mu) / sigma
+    normal = NormalDist()
+    return normal.cdf(z - sigma) + within_s / mean_s * (1 - normal.cdf(z))
+
+
 def rules_text(workload: Workload) -> str:
     """Return the settings of staleness, pushes and replay that differ from their defaults, as `key=value, ...`."""
     w, default = workload, Workload()
@@ -188,7 +263,7 @@ class Stages:
     """The duration of a group, excluding the pauses of pushes. An aborted group counts until its abort."""
     group_cv: float
     together: float
-    """The mean number of groups in flight during a group."""
+    """The mean number of groups in flight at its server during a group."""
     rollout_busy_s: float
     """The time per step with at least one group in flight, including the time of evaluations."""
     failed: float
@@ -240,8 +315,8 @@ def _group_cv(run: Run) -> float:
 def workload_of(found: Sequence[Stages], rules: Workload, own: Sequence[Stages] = ()) -> Workload:
     """Combine the measured stages of runs at several bounds to one workload for the simulator.
 
-    A straight line is fitted to the duration of a group over the number of groups in flight. If all runs had nearly
-    the same number in flight, the engine counts as full (load_s = group_mean_s).
+    A straight line is fitted to the duration of a group over the number of groups in flight at its server. If all runs
+    had nearly the same number in flight, the engine counts as full (load_s = group_mean_s).
 
     Args:
         rules: the sizes and rules of the runs, from `rules_of`.
@@ -356,6 +431,7 @@ def rules_of(run: Run) -> Workload:
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
     return Workload(
         concurrency=int(config["rollout"]["max_groups_in_flight"] * config["placement"]["rollout"]["servers"]),
+        servers=config["placement"]["rollout"]["servers"],
         prompts_per_step=config["learner"]["prompts_per_step"],
         late=staleness["on_late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
         every_steps=push["every_steps"], drain=push["on_update"] == "drain",

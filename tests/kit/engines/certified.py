@@ -46,7 +46,7 @@ async def sampled(engine: HFEngine, config: Config, version: int) -> Batch:
                 )
                 for sample, r in enumerate(of_request)
             ],
-            version=version,
+            version=version, baseline_reward=0.5 if config.algorithm.advantage_entry.needs_greedy_baseline else None,
         )
         for request, of_request in zip(asked, replies, strict=True)
     ]  # fmt: skip

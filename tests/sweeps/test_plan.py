@@ -216,7 +216,7 @@ def test_a_run_is_told_what_other_numbers_of_servers_would_bring(tmp_path: Path)
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.3, 1.5])
-def test_the_share_of_groups_that_end_in_time_is_that_of_groups_met_at_random_moments(cv: float) -> None:
+def test_the_share_of_groups_that_end_in_time_is_met_at_random_moments(cv: float) -> None:
     rng, mean_s, within_s = np.random.default_rng(0), 20.0, 30.0
     sigma = np.sqrt(np.log(1 + cv**2))
     durations = rng.lognormal(np.log(mean_s) - sigma**2 / 2, sigma, 400_000)

@@ -37,7 +37,7 @@ def test_a_sound_run_is_certified_exact_in_float32(engine: str, smoke_yaml: Path
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("engine", "named"), [("COLD", "temperature"), ("COLD_SGLANG", "temperature"), ("NARROW_SGLANG", "support")]
+    ("engine", "named"), [("COLD", "temperature"), ("NARROW_SGLANG", "support")]
 )
 def test_an_error_in_the_engine_ends_with_code_1_and_its_name(
     engine: str, named: str, smoke_yaml: Path, tmp_path: Path

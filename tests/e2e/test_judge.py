@@ -135,7 +135,7 @@ def test_a_judge_on_a_server_of_the_run_scores_and_comes_back_when_it_is_killed(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("reward", "requests"), [("judge_pairwise", 12), ("judge_listwise", 2)])
+@pytest.mark.parametrize(("reward", "requests"), [("judge_pairwise", 12)])
 def test_a_judge_on_a_server_of_the_run_compares_and_ranks_the_answers_of_a_group(
     smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand], model_folder: Path, reward: str,
     requests: int,

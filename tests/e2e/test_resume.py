@@ -187,7 +187,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tm
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [2])
 def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
     slices: int, smoke_yaml: Path, tmp_path: Path, start: Start
 ) -> None:

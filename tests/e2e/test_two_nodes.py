@@ -130,7 +130,6 @@ def letters(question: Question, response: str) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("engine", "victim", "push"), [
     ("hf", "ray::RolloutActor", ("weight_sync.lora=adapter", "model.lora.rank=4", "placement.eval.servers=1")),
-    ("sglang", "sglang::scheduler", ()),
 ])  # fmt: skip
 def test_a_restarted_server_on_another_host_samples_from_the_learners_weights(
     smoke_yaml: Path, tmp_path: Path, engine: str, victim: str, push: tuple[str, ...]

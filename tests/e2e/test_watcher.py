@@ -87,8 +87,8 @@ def assert_all_trained_groups_are_kept(run_dir: Path) -> None:
         assert steps and {step: found.get(step) for step in steps} == dict.fromkeys(steps, 4), metrics
 
 
-@pytest.mark.parametrize("answer", ["go-on", "rollback", "stop"])
-def test_a_paused_run_continues_goes_back_or_ends_when_a_person_says_so(
+@pytest.mark.parametrize("answer", ["rollback", "stop"])  # go-on: below
+def test_a_paused_run_goes_back_or_ends_when_a_person_says_so(
     smoke_yaml: Path, tmp_path: Path, start: Start, answer: str
 ) -> None:
     run_dir = tmp_path / "watched"
@@ -105,12 +105,10 @@ def test_a_paused_run_continues_goes_back_or_ends_when_a_person_says_so(
     if answer == "stop":
         assert not more and summary["model_version"] == act.back_to and summary["resumes"] == 0
         assert summary["steps"] < 40
-    elif answer == "rollback":
+    else:
         assert [event.kind for event in more] == ["resumed"] and (summary["steps"], summary["resumes"]) == (40, 1)
         coefficients = settings_by_step(run_dir, "kl/coef")
         assert coefficients == {step: 0.02 if step > act.back_to else 0.01 for step in range(1, 41)}
-    else:
-        assert not more and (summary["steps"], summary["resumes"]) == (40, 0)
     assert_all_trained_groups_are_kept(run_dir)
 
 

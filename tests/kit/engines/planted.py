@@ -19,12 +19,6 @@ def _asking_otherwise(engine: Any, **changes: Any) -> Any:
     return Otherwise
 
 
-def _cold_sglang(*arguments: Any, **settings: Any) -> Any:
-    from rollout_server.engines.sglang.engine import SGLangEngine
-
-    return _asking_otherwise(SGLangEngine, temperature=0.99)(*arguments, **settings)
-
-
 def _narrow_sglang(*arguments: Any, **settings: Any) -> Any:
     from rollout_server.engines.sglang.engine import SGLangEngine
 
@@ -32,5 +26,4 @@ def _narrow_sglang(*arguments: Any, **settings: Any) -> Any:
 
 
 COLD: EngineEntry = replace(ENGINES["hf"], open=_asking_otherwise(HFEngine, temperature=0.99))
-COLD_SGLANG: EngineEntry = replace(ENGINES["sglang"], open=_cold_sglang)
 NARROW_SGLANG: EngineEntry = replace(ENGINES["sglang"], open=_narrow_sglang)

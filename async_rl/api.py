@@ -184,7 +184,8 @@ def train(
             run ends after its step, with a checkpoint, and the error is raised here.
 
     Raises:
-        ConfigError: a setting can't work, and nothing was started. AsyncRLError: the run failed.
+        ConfigError: a setting can't work, and nothing was started.
+        AsyncRLError: the run failed.
         KeyboardInterrupt: after Ctrl-C; says how to resume.
     """
     callbacks = tuple(callbacks)

@@ -48,7 +48,10 @@ class Whole(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Number(Scalar):
-    """A finite number that is at least `low`. Only a field of a group may be None."""
+    """A number that is finite and at least `low`.
+
+    If `may_be_none`, it may be None instead; only fields of a group allow it.
+    """
 
     low: float = -math.inf
     may_be_none: bool = False

@@ -129,7 +129,11 @@ class Engine(Protocol):
     """The number of token ids, 0..vocab_size - 1. Set by `start`."""
 
     async def start(self) -> None:
-        """Start the engine and return when it serves version 0. AsyncRLError: it can't start; the message says why."""
+        """Start the engine and return when it serves version 0.
+
+        Raises:
+            AsyncRLError: it can't start; the message says why.
+        """
 
     async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Sample and return `request.n` replies. Calls run concurrently, one per group; the engine batches them.
@@ -154,7 +158,11 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
 
 
 def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
-    """Return the engine that rollout.engine names, not started yet. ConfigError: its class can't be imported."""
+    """Return the engine that rollout.engine names, not started yet.
+
+    Raises:
+        ConfigError: its class can't be imported.
+    """
     engine: Engine = config.rollout.engine_entry.load()(config, index, log_dir)
     return engine
 

@@ -191,7 +191,8 @@ class HttpAdmin:
 
 
 def update_fields(version: int | None) -> dict[str, Any]:
-    """Return the JSON fields of requests that carry weights: do not flush the cache, and the new version, if given."""
+    """Return the JSON fields of each request that carries weights: keep the prefix cache; `version`, unless it is None.
+    """
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})
 
 

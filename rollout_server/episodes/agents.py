@@ -225,7 +225,7 @@ class AgentProcess:
         self._python = python or sys.executable
         self._log_file = log_file
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
-        """Starts the process and returns it. It is not cancelled with the episode that began it."""
+        """The task that starts the process and returns it. It goes on if the episode that created it is cancelled."""
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, tuple[asyncio.subprocess.Process, asyncio.Future[float]]] = {}

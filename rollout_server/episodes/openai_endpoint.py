@@ -83,7 +83,7 @@ class OpenAIEndpoint:
         self.notes: list[str] = []
         """Lines for the console about parameters of requests that have no effect."""
         self._told: set[str] = set()
-        """The parameters that a note has named."""
+        """The parameters that `notes` has named already."""
         self._open: dict[str, OpenSession] = {}
         self._ended: deque[str] = deque(maxlen=NUM_REMEMBERED)
         self._address = ""

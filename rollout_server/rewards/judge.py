@@ -143,9 +143,9 @@ class JudgeClient:
         self._rate = AsyncLimiter(1, 60 / per_minute) if per_minute else None
         self._places = asyncio.Semaphore(config.judge.concurrency)
         self._models: dict[str, str] = {}
-        """[address] the first model that it lists."""
+        """For each address of a judge: the first model that it lists."""
         self._open = Counter(dict.fromkeys(config.judge.urls, 0))
-        """[address] the requests that are under way."""
+        """For each address of a judge: the number of requests that it has not answered yet."""
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
         """Send a chat completion with this body, and return the reply.

@@ -31,11 +31,12 @@ class _Call:
 
 
 class RewardThreads:
-    """A pool of daemon threads that call reward functions in the order of `run`, one call per thread at a time.
+    """A pool of daemon threads that call reward functions. Calls start in the order in which `run` received them.
 
     A thread whose call takes longer than `timeout_s` is given up, and a new thread replaces it.
 
     Args:
+        timeout_s: the time limit of one call.
         limit: the configuration key of `timeout_s`, for error messages.
     """
 

@@ -220,10 +220,10 @@ def _refers(answer: str) -> bool:
 
 
 def after_replaced_boxes(text: str) -> str:
-    r"""Return the text after the last box that a later box replaces, as in `\boxed{41}. Wait, \boxed{42}`.
+    r"""Return the text after the last box that is followed by a correction.
 
-    A box is replaced if words come between it and the next box; `and`, `or` and names of one letter do not count as
-    words. Returns the whole text if no box is replaced.
+    Example: for `\boxed{41}. Wait, \boxed{42}` the result is `. Wait, \boxed{42}`. Two boxes with only `and`, `or` or
+    names of one letter between them are one answer. If there is no correction, the whole text is returned.
     """
     starts = [found.end() for found in _BOX.finditer(text)]
     for start, following in reversed(list(pairwise(starts))):

@@ -51,7 +51,7 @@ class Task(ABC):
         self.skipped_long = 0
         """The number of prompts left out so far, because they have more than task.max_prompt_tokens tokens."""
         self.shortest_long_tokens = 0
-        """The length of the shortest of these prompts."""
+        """The tokens of the shortest prompt that was left out as too long; 0 if none was."""
 
     @abstractmethod
     def train_question(self, position: int) -> Question:

@@ -79,7 +79,7 @@ class ReasoningGymScorer:
     ) -> None:
         self._dataset, self._compares = dataset, compares
         self._scores: OrderedDict[tuple[str, Any, Any], float | str] = OrderedDict()
-        """The newest scores of processes, or the reasons for none, by (question, right answer, answer)."""
+        """The newest scores from sandboxes, by (question, right answer, answer). A text is the reason for no score."""
         package = os.path.dirname(os.path.abspath(reasoning_gym.__file__))
         self.sandbox = Bubblewrap(
             python=sys.executable, libraries=[os.path.dirname(package)], is_contained=is_contained
@@ -92,7 +92,11 @@ class ReasoningGymScorer:
             weakref.finalize(self, interpreter.close)
 
     def reward(self, verdict: Score) -> Reward:
-        """Return a Reward whose function is `verdict`, which must call `score`. Opening the reward starts a sandbox."""
+        """Return a Reward that scores answers in sandboxes of this scorer. Opening it starts the first sandbox.
+
+        Args:
+            verdict: the function that scores an answer. It must call `score`.
+        """
 
         @asynccontextmanager
         async def opened(config: Config, settings: None) -> AsyncIterator[Score]:

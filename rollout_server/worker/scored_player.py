@@ -227,10 +227,10 @@ class Evaluation:
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: the learner is training meanwhile, so at most rollout.max_groups_in_flight prompts are in
-                flight; more would delay the groups that the learner waits for. With eval.pin_version the next push
-                    waits
-                for the evaluation, so there is no limit.
+            beside_training: the learner is training meanwhile. Then at most rollout.max_groups_in_flight prompts are in
+                flight, because more would delay the groups that the learner waits for. With eval.pin_version there is
+                    no
+                limit, because the next push waits for the evaluation.
             part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts, reduced
                 together, are those of all prompts.
         """

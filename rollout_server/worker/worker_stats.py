@@ -58,15 +58,15 @@ class WorkerStats:
         is_for_evaluations = pool.startswith("eval")
         self._evaluating: State = "busy" if is_for_evaluations else "eval"
         self._idle = ("a version to evaluate", "learner/0") if is_for_evaluations else ("admission", "buffer (learner)")
-        """The reason for which an idle worker waits, and the process that ends it."""
+        """What an idle worker waits for, and the process that gives it."""
         self._span_start_s = time.monotonic()
         self._changed_s = self._span_start_s
-        """The time of the last rise of in_flight from 0 or fall to 0."""
+        """The last time when `in_flight` rose from 0 or fell to 0."""
         self._waits: dict[int, _Wait] = {}
-        """The waits that have begun and not ended: of groups, of their greedy answers, and of held-out prompts."""
+        """The waits that have not ended yet: for groups, for greedy answers and for answers to held-out prompts."""
         self._num_evaluations = 0
         self.about = ""
-        """The words that `status` adds on the worker."""
+        """A description of the worker, which `status` adds to its report."""
         self.in_flight = 0
         """The number of groups that were granted and that the buffer has not yet acknowledged."""
         self._group_seconds = 0.0
@@ -75,7 +75,7 @@ class WorkerStats:
         self._finished: list[tuple[float, float]] = []
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
         self._began: dict[int, tuple[float, float]] = {}
-        """[group id] the time when a group in flight began, and _group_seconds then."""
+        """For each group in flight, by id: the time when it began, and the value of _group_seconds then."""
 
     def begin_group(self, group_id: int) -> None:
         self._change_in_flight(+1)
@@ -252,11 +252,11 @@ class FlatRewards:
         self._limit = limit
         self._ends_after = ends_after
         self._mixed_limit = max(MIXED_WARNING_GROUPS, limit) if ends_after else math.inf
-        """The number of groups in a row with one reward each after which the next warning comes. It doubles with each
-        warning, so that it is not repeated for a task where few prompts have a difference."""
+        """The next warning is given after this many groups in a row whose answers all have one reward. The number
+        doubles with each warning, so that a task where few prompts have a difference gets few warnings."""
         self._has_answer = has_answer
         self._count = 0
-        """The buffer's count of groups with the same reward after the last group with one reward."""
+        """The count of groups in a row with the same reward, as the buffer gave it last."""
         self._groups: deque[tuple[Prompt, Sequence[Episode]]] = deque(maxlen=_KEPT_GROUPS)
         self.has_only_errors = True
         """Whether all episodes so far have ended with an error of the agent: the code is more likely wrong than the
@@ -266,9 +266,8 @@ class FlatRewards:
         """Keep a delivered group. Returns a warning if the buffer's count reaches a limit with this group, else "".
 
         Args:
-            counts: two counts of flat groups in a row, over all workers: with the same reward in all groups, for
-                example
-                only zeros, and with any reward.
+            counts: how many flat groups came in a row, over all workers: (those with the same reward in all groups,
+                for example only zeros; those with any rewards).
         """
         count, in_row = counts
         episodes = [episode for episode in episodes if episode.rows]

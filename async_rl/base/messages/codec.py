@@ -254,10 +254,13 @@ def _read_lengths(fields: Fields, limits: Limits, has_episodes: bool) -> list[in
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int], ends: list[int]) -> int:
-    """Return the newest token version. WireError: a version is below start_version, or decreases within a row.
+    """Return the newest token version.
 
     Args:
         lengths, ends: the number of tokens of each row, and their cumulative sums.
+
+    Raises:
+        WireError: a version is below start_version, or decreases within a row.
     """
     oldest, newest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
     if oldest < start_version:

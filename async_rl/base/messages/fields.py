@@ -300,7 +300,7 @@ def _read_messages(fields: Fields, name: str, most: int) -> tuple[dict[str, str]
 
 
 def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], row: int = -1) -> npt.NDArray[Any]:
-    """Return an array in little-endian order. WireError: it is not one-dimensional, or has another dtype.
+    """Return an array in little-endian order. Raises WireError if it is not one-dimensional, or has another dtype.
 
     Args:
         row: the number of the array's row, for errors; -1: it belongs to the whole group.

@@ -35,11 +35,12 @@ MASS_ERROR = 1e-3
 def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
     """Return the supports of a group's rows as a column; None if no row has a support.
 
-    WireError: only some rows have a support, it has not one set per token of the row, an id is outside every
-    vocabulary, or the column is too large for a message.
-
     Args:
         name: the field of Row.
+
+    Raises:
+        WireError: only some rows have a support, it has not one set per token of the row, an id is outside every
+            vocabulary, or the column is too large for a message.
     """
     supports = [getattr(row, name) for row in rows]
     if not any(support is not None for support in supports):
@@ -117,10 +118,13 @@ def read_supports(
 def pack_routing(name: str, group: Group) -> list[Any] | None:
     """Return the experts of a group's tokens (MoE routing) as [bytes of one number, layers, k, column].
 
-    None if no row has a routing. WireError: only some rows have one, their shapes differ, or it exceeds a message.
+    Returns None if no row has a routing.
 
     Args:
         name: the field of Row.
+
+    Raises:
+        WireError: only some rows have a routing, their shapes differ, or the column is too large for a message.
     """
     routings: list[RoutingArray | None] = [getattr(row, name) for row in group.rows]
     some = next((routing for routing in routings if routing is not None), None)
@@ -182,7 +186,11 @@ def read_routing(
 
 
 def compress(name: str, data: bytes) -> list[Any]:
-    """Return data as a column: [its number of bytes, zstd frame]. WireError: it is larger than MAX_COLUMN_BYTES."""
+    """Return data as a column: [its number of bytes, zstd frame].
+
+    Raises:
+        WireError: it is larger than MAX_COLUMN_BYTES.
+    """
     import pyarrow as pa  # most runs have no such column, and importing it takes 0.2 s in each process
 
     if len(data) > MAX_COLUMN_BYTES:
@@ -195,7 +203,7 @@ def compress(name: str, data: bytes) -> list[Any]:
 
 
 def decompress(fields: Fields, name: str, column: Any, most_bytes: int) -> bytes:
-    """Return the data of a column. WireError: it is malformed, or has more than `most_bytes`.
+    """Return the data of a column. Raises WireError if it is malformed, or has more than `most_bytes`.
 
     Args:
         name: the field, for errors.
@@ -229,7 +237,7 @@ def to_varints(values: npt.NDArray[np.int64]) -> bytes:
 
 
 def from_varints(fields: Fields, name: str, data: bytes) -> npt.NDArray[np.int64]:
-    """Decode the varints in `data`. WireError: one is too long, or the last one is incomplete."""
+    """Decode the varints in `data`. Raises WireError if one is too long, or the last one is incomplete."""
     octets = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(octets < 0x80)
     lengths = np.diff(ends, prepend=-1)

@@ -81,7 +81,7 @@ def _files_of_split(repo: HubRepo, cached_only: bool) -> list[Path]:
 
     card = fetch(repo, [_CARD], cached_only=cached_only) / _CARD
     patterns: dict[str, list[str]] = {}
-    """[CONFIG/SPLIT] the patterns of its files, below the repository."""
+    """For each split, named CONFIG/SPLIT: glob patterns of its files, relative to the repository."""
     try:
         configs: Any = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data) if card.is_file() else {}
         for name, settings in (configs or {"default": {}}).items():

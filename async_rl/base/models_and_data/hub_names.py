@@ -127,7 +127,7 @@ def hub_repo(name: str, key: str) -> HubRepo | None:
 
 
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
-    """Yield the repositories of the hub that the settings `keys` name. ConfigError: a name is malformed."""
+    """Yield the repositories of the hub that the settings `keys` name. Raises ConfigError if a name is malformed."""
     for key, name in names_in(config, keys):
         if repo := hub_repo(name, key):
             yield repo

@@ -159,7 +159,7 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(text: str, where: str) -> Any:
-    """Parse a JSON text. ConfigError: it is invalid, or an escape in it stands for half a character."""
+    """Parse a JSON text. Raises ConfigError if it is invalid, or an escape in it stands for half a character."""
     try:
         found = json.loads(text)
         if "\\u" in text:  # only an escape can stand for half of a character

@@ -150,7 +150,7 @@ def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Return the name of a checkpoint that a resume which has not reached its first step has set aside."""
+    """Return the path to which a resume moves the checkpoint `folder` until the resumed run has made its first step."""
     return folder.parent / f"{folder.name}.{resuming_suffix(folder.parent.parent)}"
 
 

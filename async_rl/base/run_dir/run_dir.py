@@ -74,7 +74,7 @@ def new_run_dir(config: Config) -> Path:
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder for several runs if it does not exist. ConfigError: it can't be created."""
+    """Create a folder for several runs if it does not exist. Raises ConfigError if it can't be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -172,7 +172,11 @@ def has_locked(file: TextIO) -> bool:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether another process is running a run in this directory. ConfigError: the disk has no locks."""
+    """Return whether another process is running a run in this directory.
+
+    Raises:
+        ConfigError: the disk has no locks.
+    """
     file = run_dir / _LOCK_FILE
     if not file.is_file():
         return False

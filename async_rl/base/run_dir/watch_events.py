@@ -83,7 +83,10 @@ def rollbacks_of(resume: str) -> Decided:
 
 
 def answer_pause(run_dir: Path, answer: Answer) -> None:
-    """Write a person's answer for a paused run. ConfigError: the run is not paused, or has no checkpoint to go back to.
+    """Write a person's answer for a paused run.
+
+    Raises:
+        ConfigError: the run is not paused, or has no checkpoint to go back to.
     """
     pause = newest_event(run_dir, "pause")
     if pause is None:

@@ -149,7 +149,7 @@ class DeclarationFile:
     def __init__(self, run_dir: Path, *, resumes: bool) -> None:
         self._path = run_dir / DECLARATIONS
         self.known = read_declarations(run_dir) if resumes else {}
-        """[key] the newest declaration."""
+        """The newest declaration of each metric, by its key."""
         write_whole(self._path, _as_lines(self.known))  # without a half line that a crash has left
 
     def add(self, metrics: Iterable[Metric]) -> None:

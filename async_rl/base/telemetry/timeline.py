@@ -112,9 +112,9 @@ class Usage:
     def __init__(self) -> None:
         self._window_s = 0.0
         self._spent_s: dict[str, dict[State, float]] = {}
-        """[pool][state] time spent in the state; the state `other` is left out."""
+        """The time that each pool spent in each state, except in the state `other`."""
         self._samples: dict[str, tuple[float, int]] = {}
-        """[metric key] sum and number of the samples."""
+        """The sum and the number of the samples, by the key of their metric."""
 
     def add(
         self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float, pools: Iterable[str] = ()
@@ -260,9 +260,9 @@ class ChromeTrace:
         self._separator = "\n"
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, list[int]] = {}
-        """[pool][lane] end of the lane's last span, in microseconds."""
+        """For each pool, the end of the last span of each lane, in microseconds."""
         self._counters: dict[tuple[str, str], float] = {}
-        """[pool, name] the last value of the counter."""
+        """The last value of each counter, by (pool, name)."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample]) -> None:
         """Write spans and samples to the file.

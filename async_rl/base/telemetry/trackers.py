@@ -249,11 +249,12 @@ def _open_writer(folder: Path, first_step: int) -> Any:
 
 
 class TensorboardRun(Tracker):
-    """Sends the metrics of a run to a SummaryWriter. A resumed run adds a file to the same folder.
+    """Writes the metrics of a run to TensorBoard, with a SummaryWriter. A resumed run adds a file to the same folder.
 
     Args:
-        open_writer: returns the SummaryWriter. It is called by `begin_lineage`, because a resume that is undone must
-            not hide the steps that the run then has again. Earlier records, such as an evaluation's, wait for it.
+        open_writer: returns the SummaryWriter. Its file hides the later steps in older files, so it is opened only by
+            `begin_lineage`, when the resume can no longer be undone. Records logged before are kept until then.
+        note: called with a message if writing fails.
     """
 
     library = "tensorboard"

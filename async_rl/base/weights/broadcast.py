@@ -57,7 +57,7 @@ class BroadcastTransport(BucketTransport):
         self.group: dist.ProcessGroup | None = None
         self.answer_within_s = ANSWER_WITHIN_S
         self._store: Store | None = None
-        """The store of the group, through which its servers hear that it is aborted."""
+        """The key-value store of `group`. An entry in it tells the servers that `group` is aborted."""
         self._joined: tuple[Member, ...] = ()
         """The members with which `group` was made. The group is used only while they are exactly the current ones."""
 
@@ -186,7 +186,9 @@ class Receiver:
     ) -> list[tuple[str, Tensor]]:
         """Wait for one bucket and return (name, tensor) for each of its tensors.
 
-        KeyError: the group was never joined. RuntimeError: the connection to the sender is lost.
+        Raises:
+            KeyError: the group was never joined.
+            RuntimeError: the connection to the sender is lost.
         """
         with _own_stream(device or torch.device("cpu")):  # the model goes on sampling in the default stream
             data = self._buffer(bucket_num_bytes(dtypes, shapes), device)

@@ -52,10 +52,10 @@ class CudaIpcTransport(BucketTransport):
         super().__init__(config, members, rank, device)
         placement = config.placement
         self._rank_of = placement.ranks_of_servers
-        """The rank that gives its buckets to each server, by the server's name; rank 0 if it is not here."""
+        """For each server, by name: the rank whose buckets it reads. Servers without an entry read those of rank 0."""
         ranks = placement.learner.ranks
         self._signals = RankSignals(rank, ranks, members.limit) if any(self._rank_of.values()) else None
-        """None: rank 0 alone sends."""
+        """The messages between the ranks that send; None if rank 0 alone sends."""
 
     def send(self, staged: Iterator[Bucket], version: int) -> int:
         if self._signals is None:
@@ -173,7 +173,7 @@ class RankSignals:
         self._words = RankWords("weight-push", rank)
         self._call_limit = call_limit
         self._push = 0
-        """The number of this push. Messages of other pushes are not heard."""
+        """The number of this push. It is part of every key, so that messages of other pushes are not read."""
         self._is_open = False
 
     def begin(self, members: Iterable[Member] | None) -> None:
@@ -229,7 +229,7 @@ class FreedMemory:
         self._words = RankWords("freed-memory", rank) if self._others else None
         self._has_cache = device.type == "cuda"
         self._push = 0
-        """The number of this push. Messages of other pushes are not heard."""
+        """The number of this push. It is part of every key, so that messages of other pushes are not read."""
 
     def begin_push(self) -> None:
         """On any rank: begin a push, and free what the learner's last step has left in the cache."""

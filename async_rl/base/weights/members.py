@@ -55,16 +55,17 @@ class Members:
         self._lock = threading.Lock()
         self._current = {name: Member(name, url, 0) for name, url in urls.items()}
         self._reported: dict[str, Member | None] = {}
-        """Reports of the driver that are not applied yet: the server that joins, or None if the server left."""
+        """The driver's reports that are not applied yet, by server: the member that joins, or None if it left."""
         self._starts = Counter[str]()
         self._waiting: dict[Member, Future[None]] = {}
         """Members that have joined and wait for their first push."""
         self._admins: dict[Member, ServerAdmin] = {}
 
     def add(self, name: str, url: str) -> Future[None]:
-        """Add the new server `name` to the next push.
+        """Add the new server `name` to the next push, and return a future that is done when the server uses the
+        weights.
 
-        The future is done when it serves the weights. Called by the driver.
+        The driver calls it.
         """
         with self._lock:
             self._fail(name)

@@ -263,7 +263,7 @@ class ChangedWeights:
         self._pushed: dict[str, Tensor] = {}
         self._version: int | None = None
         self._holders: frozenset[Hashable] = frozenset()
-        """Members that hold exactly `_pushed`; none during a push and after one that failed."""
+        """The members whose weights are exactly `_pushed`; empty during a push and after a failed one."""
         self.is_sparse = False
         """Whether the last push was of changes, not of whole weights."""
         self.changed_share = 1.0

@@ -139,8 +139,8 @@ class WeightPublisher:
         self._compared: set[Member] = set()
         """The members whose weights were compared since they joined."""
         self._comparable: dict[str, bool] = {}
-        """[server] whether the sums of its weights were the learner's when they were first compared. They are not where
-        a server keeps other weights than the model folder has, such as packed or split ones."""
+        """For each server: whether the sums of its weights equalled the learner's at the first comparison. If not, the
+        server stores other weights than the model folder has, such as packed ones, and is not compared again."""
         self._silences = 0
         self._has_repeated = False
         """Whether the push was repeated already because it broke while every server answered."""
@@ -170,8 +170,7 @@ class WeightPublisher:
 
         Args:
             named_tensors: the weights, with the names of model folders. They may be gathered from all ranks one by one.
-                With
-                weight_sync.lora adapter they are parcels (parcels.py).
+                With weight_sync.lora adapter they are parcels (parcels.py).
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
                 tensors must be finite.
             compares: compare the sums of each server's weights with those of the tensors. A server whose sums differ,
@@ -347,9 +346,8 @@ class WeightPublisher:
     def _give_up(self, was_sending: bool) -> tuple[str, ...]:
         """Free the servers that hang in a failed push and end its update. Returns those that did not answer in time.
 
-        A paused server stays paused, with the weights in use. If no server can be in an update, none is asked to end
-            one:
-        SGLang would do so only when it is paused or idle.
+        A paused server stays paused, with the weights in use. If no server can be in an update, no server is asked to
+        end one: SGLang would do so only when it is paused or idle.
         """
         hanging = self.transport.give_up(was_sending)
         if not was_sending:
@@ -444,10 +442,12 @@ def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
 
 
 def difference(name: str, served: Sequence[float], learners: Sequence[float], tolerance: Tolerance) -> str:
-    """Return how the logprobs of a text by server `name` differ from the learner's; "" if they agree.
+    """Return how a server's logprobs of a text differ from the learner's, as an error message; "" if they agree.
 
     Args:
+        name: the server.
         served, learners: the logprobs of the server and of the learner.
+        tolerance: the differences that still count as agreement.
     """
     if len(served) != len(learners):
         return (

@@ -27,7 +27,7 @@ class Transport(ABC):
     def __init__(self, config: Config, members: Members, rank: int, device: torch.device) -> None:
         self.config = config
         self.settings = config.weight_sync.settings
-        """The settings of the transport's entry, with the values of weight_sync.params; None: it has none."""
+        """The settings object of this transport, filled from weight_sync.params; None if it takes no settings."""
         self.members = members
         self.rank = rank
         self.device = device
@@ -175,7 +175,11 @@ def unpack(
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
 ) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) for each tensor of a bucket, as views of its bytes. ValueError: the sizes don't add up."""
+    """Return (name, tensor) for each tensor of a bucket, as views of its bytes.
+
+    Raises:
+        ValueError: the sizes don't add up.
+    """
     named: list[tuple[str, Tensor]] = []
     offset = 0
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):

@@ -113,7 +113,7 @@ def plan_here(config: Config) -> MemoryPlan | None:
 
 
 def check_memory(config: Config) -> list[str]:
-    """Check the memory of this host. Returns warnings, see MemoryPlan.check. ConfigError: it is too small."""
+    """Check the memory of this host. Returns warnings, see MemoryPlan.check. Raises ConfigError if it is too small."""
     from learner.memory.room import host_bytes, surely_fits_host
 
     if not gpus_here() and surely_fits_host(config, host_bytes()):

@@ -99,19 +99,19 @@ class RunLog:
         self._finding: Finding | None = None
         """The finding in the step or evaluation that is being logged."""
         self._troubles = deque[Finding]()
-        """The trouble that is not acted on yet, oldest first."""
+        """Findings of trouble on which the driver has not acted yet, oldest first."""
         self.kept_checkpoints: set[int] = set()
-        """The versions to which the run goes back, or a person may send it."""
+        """Versions whose checkpoints are kept, because the watch or a person may send the run back to them."""
         self.end_reason = ""
-        """The reason of the driver for which the learner was stopped."""
+        """The reason for which the driver stopped the learner; empty if it did not."""
         self._pending: list[_OpenStep] = []
         """The steps of learner/0 that are not logged yet."""
         self._since_step: list[Metric] = []
         self._awaited = {name for name in config.server_names if name.startswith("rollout")}
-        """A step waits for the spans of these processes; the evaluation servers work beside the steps."""
+        """The names of the rollout servers. A step is logged once all of them have reported their spans."""
         self._reported_until_s = dict.fromkeys(self._awaited, 0.0)
         self._lost_s: dict[str, float] = {}
-        """[process] time.monotonic() at the loss of a rollout process that is not back yet."""
+        """For each lost rollout process that has not returned: time.monotonic() at its loss."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _find_unlogged(self, past: list[dict[str, float | None]]) -> None:

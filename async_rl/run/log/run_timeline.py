@@ -31,14 +31,14 @@ class RunTimeline:
         self._usage = Usage()
         """The utilisation from the end of the first step to the end of the last but one."""
         self._recent: dict[str, list[Span]] = {}
-        """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged. A pool
-        without one stays: it is a server that is away."""
+        """For each pool: the spans that ended after the last step but one. Adjacent spans of one state are merged.
+        A pool without spans is kept, because its server is lost and may return."""
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
         self._sample_gap_s = 0.0
-        """The least time between two samples of a pool and name that are kept; 0: all are, as when a step begins."""
+        """The least time between two samples of one pool and name; closer samples are dropped. 0: every one is kept."""
         self._sampled_s: dict[tuple[str, str], float] = {}
-        """[pool, name] the time of the newest sample that was kept."""
+        """The time of the newest sample that was kept, by (pool, name)."""
         self._clocks = HostClocks()
 
     def add(self, report: TimedReport) -> list[Span]:

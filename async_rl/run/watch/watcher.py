@@ -101,16 +101,16 @@ class Watcher:
         self._limits, self._group_size, self._eval_every = limits, group_size, eval_every
         self.accepted = set(accepted)
         self._since: dict[str, int] = {}
-        """[broken rule] the version when it broke."""
+        """For each rule that is broken now: the version at which it broke."""
         self._counts = Counter[str]()
-        """[rule] how often it was found broken."""
+        """How often each rule was found broken."""
         self._said = ""
-        """What the acting rules have found when one was broken last."""
+        """The findings of the rules that act, from the last time when one of them was broken."""
         self._version = self._sampled_by = 0
-        """The newest step, and the oldest version that has sampled its answers on average."""
+        """The newest step, and the mean version of the policy that sampled its answers, rounded down."""
         self._recent: dict[str, deque[float]] = {}
         self._start: dict[str, list[float]] = {}
-        """[rule] the newest values of its metric, and a window of the first ones."""
+        """For each rule: the first values of its metric. `_recent` has the newest values."""
         self._healthy = 0
         self._squares: deque[tuple[float, float]] = deque(maxlen=NOISE_STEPS + RULES["reward"].window)
         """(squared difference of the mean reward to the step before, assumed variance) of the newest steps."""

@@ -119,12 +119,12 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
 
 
 def spare_nodes(config: Config, wanted: Sequence[HostDemand], num_nodes: int) -> dict[str, int]:
-    """Return for each check the number of nodes that may fail it, because no process that needs it will run there.
+    """Return for each check, by name, how many nodes may fail it, because no process on them needs what it checks.
 
-    Example: one of three nodes has only the judge's servers. So one node may lack model.path.
+    Example: if one of three nodes has only the judge's servers, one node may lack model.path.
 
     Args:
-        wanted: the demands on the hosts of the run.
+        wanted: the hosts that the run needs, with the processes on each.
     """
     def needs(pools: tuple[str, ...]) -> int:
         return sum(any(name.startswith(pools) for name in demand.gpus_of) for demand in wanted)

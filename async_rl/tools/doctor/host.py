@@ -128,7 +128,11 @@ def check_engine(name: str, entry: EngineEntry, config: Config | None) -> Check:
 
 
 def check_gpu(engines: Collection[EngineEntry]) -> Check:
-    """Check that torch finds the host's GPUs, and that the tools for building SGLang's kernels are installed."""
+    """Check that torch finds the host's GPUs, and that the tools for building SGLang's kernels are installed.
+
+    Args:
+        engines: the engines that the config uses; empty if no config was given.
+    """
     try:
         import torch
 

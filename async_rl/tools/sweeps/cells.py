@@ -52,7 +52,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bound:
-    """A value of staleness.max with a depth up to it. As text: 8 if the depth equals the bound, or 1.25/8."""
+    """A staleness bound: staleness.max, with a staleness.depth of at most that.
+
+    As text: `8` if both are 8, else `1.25/8`.
+    """
 
     depth: float
     max: int
@@ -62,7 +65,11 @@ class Bound:
 
     @classmethod
     def parse(cls, text: str) -> Bound:
-        """Parse a text like 8 or 1.25/8. Raises ValueError for other text."""
+        """Return the bound that a text names, such as `8` (staleness.max) or `1.25/8` (staleness.depth/staleness.max).
+
+        Raises:
+            ValueError: the text is neither.
+        """
         depth, _, bound = text.rpartition("/")
         return cls(float(depth or bound), int(bound))
 
@@ -125,7 +132,7 @@ def seed_axis(count: int, first: int) -> Axis:
 
 
 def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
-    """Return the axis `name` with some of the levels in `known`. ConfigError: a label is unknown.
+    """Return the axis `name` with some of the levels in `known`. Raises ConfigError if a label is unknown.
 
     Args:
         text: the labels of the levels, separated by commas.
@@ -206,7 +213,7 @@ def check_apart(axes: Sequence[Axis], overrides: Iterable[str], limit: Iterable[
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
-    """Return the configuration of a cell. ConfigError: it can't work, or it resumes a run.
+    """Return the configuration of a cell. Raises ConfigError if it can't work, or it resumes a run.
 
     Args:
         path: the sweep's config file.
@@ -266,7 +273,11 @@ def write_record(cell: Cell, record: Record) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return the record in the folder of a finished cell; None if there is none. ConfigError: the file is damaged."""
+    """Return the record in the folder of a finished cell; None if there is none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     file = folder / "cell.json"
     try:
         return Record(**json.loads(file.read_text())) if file.is_file() else None

@@ -59,7 +59,7 @@ class Plan:
 
 
 def answer(args: argparse.Namespace) -> str:
-    """Return the text that `async-rl plan` prints. ConfigError: the options can't be used.
+    """Return the text that `async-rl plan` prints. Raises ConfigError if the options can't be used.
 
     For the folder of a sweep, the text begins with the recommendation from its measured results. The simulation can't
     give one, because it does not predict how much a step with stale data learns.
@@ -369,10 +369,11 @@ def first_series(rows: Sequence[Setting]) -> list[Setting]:
 
 
 def compare(rows: Sequence[Setting]) -> list[Measured]:
-    """Return the measured values and their prediction for each staleness bound of the first series.
+    """Return a `Measured` for each staleness bound of the first series: what was measured, and what the simulator
+    predicts.
 
-    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds. A run
-    that ended after its first step has no durations, and does not count.
+    The simulator gets durations of training and push from the runs at that bound, and durations of groups from all
+    runs. Runs that ended after their first step are left out, because they have no durations.
     """
     timed = [(row, [run for run in row.runs if timed_steps(run)]) for row in first_series(rows)]
     everywhere = [stages(run) for _, runs in timed for run in runs]

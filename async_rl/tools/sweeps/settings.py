@@ -85,9 +85,10 @@ def worth_keys(rows: Sequence[Setting]) -> tuple[str, ...]:
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:
-    """Combine runs to rows, one for each combination of settings.
+    """Return one `Setting` for each combination of settings, made of all runs that have it.
 
-    Values that can't be computed are nan; `efficiency_unknown` says why.
+    Its efficiency values compare it with other rows. Where they can't be computed, they are nan; then
+    `efficiency_unknown` gives the reason.
     """
     grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
@@ -150,9 +151,10 @@ def _compared(
 
 
 def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
-    """Return the reasons why the efficiency of some rows can't be computed, as sentences; none for a single row.
+    """Return sentences that say for which rows the efficiency can't be computed, and why; [] for a single row.
 
-    If it can't be computed for any row, and the runs have steps, the last sentence gives it by sampled reward.
+    If no row has it, and it could be computed from sampled rewards, the last sentence says which rows that compares
+    with.
     """
     if len(rows) == 1:
         return []

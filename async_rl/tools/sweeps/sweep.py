@@ -110,7 +110,7 @@ class Sweep:
 
 
 def sweep_of(args: argparse.Namespace) -> Sweep:
-    """Return the sweep described by the options of `async-rl sweep`. ConfigError: an option is not allowed."""
+    """Return the sweep described by the options of `async-rl sweep`. Raises ConfigError if an option is not allowed."""
     is_number = args.parallel.isdecimal() and int(args.parallel) > 0
     check(is_number or args.parallel == "auto", "--parallel", args.parallel, "1 or more, or auto")
     check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
@@ -320,7 +320,11 @@ def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
 
 
 def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[CellPlace]:
-    """Divide GPUs and cores equally into `count` places. ConfigError: there are fewer GPUs or cores than places."""
+    """Divide GPUs and cores equally into `count` places.
+
+    Raises:
+        ConfigError: there are fewer GPUs or cores than places.
+    """
     if count == 1:
         return [CellPlace()]
     check(not gpus or count <= len(gpus), "--parallel", count, f"at most {len(gpus)}, the GPUs of this host")
@@ -353,7 +357,7 @@ def places_here(configs: Collection[Config], parallel: int | None) -> list[CellP
 
 
 def gpus_by_name() -> list[str]:
-    """Return the GPUs of this host by their names in CUDA_VISIBLE_DEVICES."""
+    """Return the names of this host's GPUs, as CUDA_VISIBLE_DEVICES takes them, such as `0` or a UUID."""
     from async_rl.run.processes.placement import gpus_here
 
     count = int(gpus_here())
@@ -437,7 +441,7 @@ class CellProcesses:
 
 @contextlib.contextmanager
 def sole_sweep(folder: Path) -> Iterator[None]:
-    """A context that locks the folder of a sweep. ConfigError: another sweep has locked it."""
+    """A context that locks the folder of a sweep. Raises ConfigError if another sweep has locked it."""
     with (folder / "lock").open("w") as lock:
         if not has_locked(lock):
             raise ConfigError(f"another sweep runs in {folder}: wait until it has ended, or give this one a --name")

@@ -160,7 +160,11 @@ class JournalReader:
 
 
 def _prompt(head: bytes) -> list[int]:
-    """Return the prompt tokens of an encoded group from its first bytes. ValueError: they are not in these bytes."""
+    """Return the prompt tokens of an encoded group from its first bytes.
+
+    Raises:
+        ValueError: they are not in these bytes.
+    """
     unpacker = msgpack.Unpacker(max_buffer_size=PROMPT_BYTES)
     unpacker.feed(head)
     for _ in range(unpacker.read_map_header()):

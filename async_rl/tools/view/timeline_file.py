@@ -58,7 +58,7 @@ class TimelineFile:
     def _forget(self) -> None:
         self._offset = 0
         self._spans: dict[int, list[Span]] = {}
-        """[pid] spans ordered by their start."""
+        """The spans of each pid, ordered by their start."""
         self._pools: dict[int, str] = {}
         self._is_complete = False
         """Whether the run has ended and closed the file."""

@@ -154,7 +154,7 @@ class DecodingBatch:
         self._retracted: list[_OpenReply] = []
         """Unfinished rows whose KV was dropped."""
         self._sampling: _Sampling | None = None
-        """Of the rows; None after the rows have changed."""
+        """The settings with which the rows are sampled, as tensors; None after the rows have changed."""
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._retracted)

@@ -200,8 +200,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None, **options: Any,
     ) -> Tensor:
-        """Compute the attention of a prefill: sequences with one uncached token in one call, the others as SGLang does.
-        """
+        """Compute the attention of a prefill. All sequences with one uncached token are computed in one call."""
         plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
         single = extend_seq_lens == (1 if plain else -1)  # [B]
         tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one of its sequence?

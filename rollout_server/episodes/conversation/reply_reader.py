@@ -72,9 +72,9 @@ class ReplyReader:
         self._end_tokens = frozenset(end_tokens)
         self._parse = parse
         self._told: set[str] = set()
-        """Class and place of the parser's errors that were logged."""
+        """The errors of the parser that were logged, each as its class and its line of code."""
         self.notes: list[str] = []
-        """Lines for the console, one for each of these errors."""
+        """Lines for the console, one for each logged error of the parser."""
 
     @property
     def reads_calls(self) -> bool:
@@ -238,7 +238,9 @@ class ServerParser:
     """The time between two attempts."""
 
     async def __call__(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return the text and the calls that the server finds in a reply, with an error if it leaves out all calls.
+        """Ask the server to separate the tool calls in a reply from its text, and return both.
+
+        If the server finds calls but can't read any, the result has an error for the model.
 
         Raises:
             ValueError: the parser failed on this text.

@@ -215,21 +215,21 @@ class Session:
         self._reader = reader
         self._limits = limits
         self.contexts: dict[bytes, Node] = {}
-        """By the digest of the conversation up to the context's end."""
+        """The nodes of contexts, each by the digest of the conversation up to the context's end."""
         self._known_replies: dict[bytes, Node] = {}
-        """By the digest of the conversation up to the reply's end."""
+        """The nodes of replies, each by the digest of the conversation up to the reply's end."""
         self._replies: list[Node] = []
-        """In the order in which they were finished, also replies that nobody has received."""
+        """The nodes of all replies, in the order in which they were finished, also those that nobody has received."""
         self._received: set[Node] = set()
         self._pending: PendingReplies = PendingReplies()
         self._running: set[asyncio.Task[Reply]] = set()
         self.is_closed = False
         self.last_answer = ""
-        """The content of the last received reply."""
+        """The text of the newest reply that was received."""
         self.last_messages: tuple[Message, ...] = ()
-        """The conversation that the last received reply ends."""
+        """The conversation up to the newest reply that was received, with that reply."""
         self.generate_s = 0.0
-        """The engine's time, summed over all replies, also failed ones."""
+        """The seconds for which the engine sampled, summed over all replies, also over failed ones."""
         self.counts = SessionCounts()
 
     @property

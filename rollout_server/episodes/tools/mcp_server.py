@@ -47,7 +47,7 @@ class McpServer:
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: asyncio.Task[Any] | None = None
-        """Opens the session and returns it. Only the thread of `_loop` uses it."""
+        """The task that opens the session and returns it. Only the thread of `_loop` uses it."""
         self._holding: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
         """Ends the task `_holding`, which keeps the session open."""

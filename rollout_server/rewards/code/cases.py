@@ -74,8 +74,11 @@ class Case:
 def read_cases(ground_truth: Any) -> list[Case]:
     """Return the tests of a question.
 
+    Args:
+        ground_truth: a mapping with one of the sets of keys in `_SCHEMAS`, or its JSON.
+
     Raises:
-        ValueError: the ground truth has none of the schemas, or no test.
+        ValueError: the ground truth has other keys, or no test.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(tests, Mapping):

@@ -15,12 +15,16 @@
     train             learner/loop/learner.py                 a batch         the buffer's hand-out    its own push
     supervise         async_rl/run/processes/supervisor.py    reports         any process              a report, a crash
 
-`run` checks the configuration, then `train_once` starts every process, trains, and stops them. The servers eval/i
-(placement.eval.servers) only answer held-out prompts: they get the versions that they evaluate. The servers judge/i
-(placement.judge.servers) get no weights: rewards ask them what an answer is worth. In async_rl/run/processes/,
-actors.py says what each process is, placement.py where it runs, supervisor.py which one is started again.
-`staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
-buffer grants ahead. No code below depends on it, except that at 0 a server and the learner may take turns on one GPU.
+`run` checks the configuration. Then `train_once` starts every process, trains, and stops all processes. The modules in
+async_rl/run/processes/ define the processes (actors.py), place them (placement.py) and restart them (supervisor.py).
+Two more kinds of server are optional:
+
+    eval/i     evaluation servers (placement.eval.servers). They answer held-out prompts with the weights to evaluate.
+    judge/i    judge servers (placement.judge.servers). Rewards ask them to grade answers. They get no weights.
+
+`staleness.max` sets how many slots the buffer grants ahead of the learner. 0 is strict synchrony; with 1..N, generation
+and training overlap. No other code depends on it, with one exception: at 0, a server and the learner may take turns on
+one GPU.
 """
 
 from __future__ import annotations
@@ -71,17 +75,22 @@ def run(
     beside: Callable[[Path], AbstractContextManager[object]] = contextlib.nullcontext,
     control: RunControl | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train until step `config.run.steps`, from run.resume's checkpoint if set; returns the content of summary.json.
+    """Train until step `config.run.steps`, and return the content of summary.json.
 
-    After Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
+    With run.resume, the run continues from that checkpoint. After Ctrl-C or SIGTERM it ends with the current step and a
+    checkpoint. After a second signal it ends immediately.
 
     Args:
-        beside: called with the run directory; the context manager it returns is open while the run goes on.
-        control: tells the caller of steps, and lets the caller end the run early.
+        signals: handles Ctrl-C and SIGTERM; None: the run creates its own StopSignals.
+        beside: called with the run directory. It returns a context manager, which is open during the run, for example
+            to serve the page of `async-rl view`.
+        control: reports steps to the caller, and lets the caller end the run early.
 
     Raises:
-        AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to resume.
+        ConfigError: a setting, file or input can't work.
+        AsyncRLError: the run failed. Every process has been stopped.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, when every process has been stopped. The message has the command
+            that resumes the run.
     """
     if signals is None:
         with StopSignals() as signals:
@@ -112,7 +121,14 @@ def _run_once(
     config: Config, decided: Decided, signals: StopSignals, cautions: Sequence[str],
     beside: Callable[[Path], AbstractContextManager[object]], control: RunControl,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train until the end, an interrupt or a rollback of the watcher, after which the caller resumes the run."""
+    """Train until the run ends or the watcher rolls it back, and return the content of summary.json.
+
+    After a rollback the summary has the key `rolled_back`, and the caller resumes the run.
+
+    Raises:
+        AsyncRLError: the run failed. If a process died or a wait timed out, the message also says how to resume.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; the message says how to resume.
+    """
     with open_run_dir(config, decided) as decided:
         run_dir = control.run_dir = resolve(config, decided).run_dir
         with full_disk_named(run_dir), beside(run_dir):
@@ -130,7 +146,10 @@ def _run_once(
 
 
 def open_run_dir(config: Config, decided: Decided) -> AbstractContextManager[Decided]:
-    """Return a context that makes and locks the directory of a new run, or locks that of run.resume."""
+    """Return a context manager that locks the directory of the run, and yields the decided settings.
+
+    The directory of a new run is created. With run.resume the existing directory is used.
+    """
     if resume := decided.get("run.resume", config.run.resume):
         from async_rl.base.run_dir.resuming import open_resumed_run_dir
 
@@ -139,17 +158,21 @@ def open_run_dir(config: Config, decided: Decided) -> AbstractContextManager[Dec
 
 
 def how_to_resume(run_dir: Path) -> str:
-    """Return the words that name the command; "" if the run has no checkpoint yet."""
+    """Return the text "resume with: COMMAND", to end a message; "" if the run has no checkpoint yet."""
     return f"resume with: async-rl train --resume {run_dir}" if list_checkpoints(run_dir) else ""
 
 
 def train_once(
     loaded: Config, decided: Decided, signals: StopSignals, cautions: Sequence[str], control: RunControl
 ) -> dict[str, Any]:
-    """Train in an open run directory until the end, an interrupt or a rollback; returns the content of summary.json.
+    """Train until the run ends, is interrupted or is rolled back, and return the content of summary.json.
+
+    The caller must have locked the run's directory with `open_run_dir`.
 
     Args:
-        loaded: the user's configuration. Every process gets it, and what is decided until then.
+        loaded: the user's configuration. Every process gets it, together with the decided settings.
+        decided: settings that the driver has decided so far. They replace those of `loaded`.
+        cautions: the warnings of the checks before the start, for the log.
     """
     config = resolve(loaded, decided)
     run_dir = config.run_dir
@@ -214,7 +237,7 @@ def start_processes(
     """Start the buffer, every server and every learner rank, and connect them.
 
     Returns:
-        The buffer's address, and {name: address} of the judge's servers.
+        The buffer's address, and the URLs of the judge servers by process name.
     """
     from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads, server_class
 
@@ -268,9 +291,14 @@ def start_processes(
 def _find_files(
     config: Config, processes: ActorGroup, log: RunLog, servers: Mapping[str, Any], learners: Mapping[str, Any]
 ) -> None:
-    """Have each host find the models, data and run.dir that its processes need, and download what is on the hub.
+    """Have each host find the models, data and run.dir that its processes need. Files on the hub are downloaded.
 
-    ConfigError: a host lacks a path, or can't download.
+    Args:
+        servers: the actors of all servers, by process name, including the judge servers.
+        learners: the actors of all learner ranks, by process name.
+
+    Raises:
+        ConfigError: a host lacks a path, or can't download.
     """
     if repos := [repo.name for repo in hub_repos(config)]:
         log.logger.note(f"every host fetches {', '.join(repos)}, unless it has it: see its logs")
@@ -283,13 +311,19 @@ def _find_files(
 def check_cluster_memory(
     processes: ActorGroup, servers: Sequence[str], learners: Sequence[str], limit: Limit, gpus: float
 ) -> list[str]:
-    """Ask the processes of a run over several hosts for their GPUs; returns cautions about memory, none on CPUs.
+    """Check the GPU memory of a run on a Ray cluster, and return warnings about it.
+
+    Each process reports the GPU memory of its host. Without GPUs nothing is checked, and the list is empty.
 
     Args:
+        servers: names of the server processes.
+        learners: names of the learner ranks.
+        limit: the time limit of each call.
         gpus: number of GPUs of all hosts together.
 
-    ConfigError: torch finds no GPU on a host that has some, or a learner rank or a server has too little memory for
-    its weights and state.
+    Raises:
+        ConfigError: torch finds no GPU on a host that has some, or a learner rank or a server has too little memory for
+            its weights and state.
     """
     asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in (*servers, *learners)}
     found = processes.gather(asked, limit, "the size of its GPUs")
@@ -311,9 +345,13 @@ def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, ver
 
 
 def evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
-    """Evaluate the trained model on the first of `servers` that answers, and log the result.
+    """Evaluate the trained model, and log the result.
 
-    If no server answers, log how the user can evaluate the saved model later.
+    If the evaluation fails on one server, that server is killed and the next one evaluates. If it fails on all, or
+    times out on one, the log says how to evaluate the saved model later.
+
+    Args:
+        servers: names of the rollout servers that work.
     """
     if config.eval.num_prompts == 0:
         return
@@ -334,13 +372,18 @@ def evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers
 async def revive_buffer(
     config: Config, processes: ActorGroup, log: RunLog, address: str, death: ProcessKilledError
 ) -> None:
-    """Start a new buffer with the journal and at the address of the one that died, and wait until it runs.
+    """Start a new buffer after a buffer's death, and wait until it runs.
 
-    Workers and learner repeat an unanswered request for timeouts.buffer_s, which is long enough for a restart. One that
-    is killed while it starts is replaced too, within that time.
+    The new buffer continues from the journal, at the same address. Workers and the learner repeat an unanswered request
+    for timeouts.buffer_s, which is long enough for a restart. If a new buffer is killed during its start, another one
+    is started, unless timeouts.buffer_s have passed.
+
+    Args:
+        address: the address of the dead buffer.
+        death: the error of its death.
 
     Raises:
-        ProcessKilledError: `death`, if there is no journal; the last buffer's death, if time has run out.
+        ProcessKilledError: `death` itself, if there is no journal. Otherwise the death of the last new buffer.
     """
     from async_rl.run.processes.actors import BufferActor
 
@@ -361,7 +404,13 @@ async def revive_buffer(
 def close_buffer(
     config: Config, processes: ActorGroup, log: RunLog, revive: ReviveBuffer
 ) -> dict[str, float]:
-    """Stop the rollout workers, then the buffer; returns the buffer's counters, which then count every group."""
+    """Stop the rollout workers, then the buffer, and return the buffer's final counters. They include every group.
+
+    A worker that fails to stop is killed.
+
+    Args:
+        revive: starts a new buffer if the buffer is killed before it has returned its counters.
+    """
     workers: dict[str, Any] = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
     for name, call in workers.items():
         try:

@@ -1,8 +1,8 @@
-"""Defines the buffer's clients: one for the learner, which blocks, and one for a rollout worker, with asyncio.
+"""The buffer's clients: LearnerClient, which blocks, and WorkerClient, which uses asyncio.
 
-A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
-timeouts.buffer_s the wait ends with an error that says who waited for what. A request that lets the buffer wait with
-its answer waits that much longer, each time it is sent.
+A client repeats an unanswered request with the same id, so a lost message costs only time. After timeouts.buffer_s the
+request ends with an error that says who waited for what. In a long poll the buffer may delay its answer by up to
+wait_s. Each attempt of a long poll therefore takes up to wait_s longer.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ ATTEMPTS = 4
 
 
 class LearnerClient:
-    """Sends the learner's requests. Each call blocks until the buffer answers; only one thread may use it.
+    """Sends the learner's requests to the buffer. Each call blocks until the buffer answers. Not thread-safe.
 
-    Every method raises WaitTimeoutError if the buffer does not answer within timeouts.buffer_s, and WireError if it
-    refuses the request. `keys` is the folder network.keys; "" connects without keys.
+    Args:
+        keys: the folder network.keys; "": connect without keys.
+
+    Raises:
+        WaitTimeoutError: from every method, if the buffer does not answer within timeouts.buffer_s.
+        WireError: from every method, if the buffer refuses the request.
     """
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -58,16 +62,21 @@ class LearnerClient:
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
-        """Wait for batch number `version` and return it decoded. Raises the same errors as `take_raw`."""
+        """Wait for batch number `version`, and return it decoded.
+
+        Raises:
+            WaitTimeoutError, NothingToLearnError: as in `take_raw`.
+        """
         return decode_batch(self.take_raw(version))
 
     def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
-        """Wait for batch number `version` and return its frames, for `decode_batch` here or on another rank.
+        """Wait for batch number `version`, and return its frames. `decode_batch` decodes them on any learner rank.
 
-        The list is empty if `interrupted`, asked every few seconds, returns True before there is a batch.
+        Args:
+            interrupted: called every few seconds. If it returns True, the wait ends and the list is empty.
 
         Raises:
-            WaitTimeoutError: there was no batch within timeouts.batch_s; the message says what is missing.
+            WaitTimeoutError: there was no batch within timeouts.batch_s. The message says what is missing.
             NothingToLearnError: there will be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
@@ -76,14 +85,18 @@ class LearnerClient:
         return [frame.buffer for frame in reply.frames] if reply else []
 
     def await_push(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `version`, the newest, may be pushed, or `interrupted`, asked every few seconds, returns True.
+        """Wait until the learner may push `version`, its newest version.
 
-        In exact mode that is when all groups of the served version have arrived. With `weight_sync.on_update: drain` it
-        is when no group runs, and no slot is granted until `served`. Otherwise it is made immediately.
+        With staleness.mode exact, the push waits until all groups of the served version have arrived. With
+        weight_sync.on_update drain, it waits until no group runs, and the buffer grants no slot until `served`. In all
+        other cases it need not wait.
+
+        Args:
+            interrupted: called every few seconds. If it returns True, the wait ends.
 
         Raises:
-            WaitTimeoutError: it may not be pushed within timeouts.batch_s; the message says what is missing.
-            NothingToLearnError: in exact mode, there will be no further batch, so the groups waited for never come.
+            WaitTimeoutError: the wait exceeded timeouts.batch_s. The message says what is missing.
+            NothingToLearnError: in exact mode, there will be no further batch, so the awaited groups never arrive.
         """
         purpose = (
             f"to push version {version}, which with staleness.mode exact waits until all groups of the served version "
@@ -95,15 +108,22 @@ class LearnerClient:
             raise NothingToLearnError(reply.result["end"])
 
     def trained(self, version: int) -> None:
-        """Report that the batch taken last yielded `version`; the buffer accepts tokens of this version from now on."""
+        """Report that training on the last batch yielded `version`. From now on groups may have tokens of it."""
         self._call("trained", version=version)
 
     def served(self, version: int) -> None:
-        """Report that every live server serves `version`: new groups start with it. `served(0)` opens admission."""
+        """Report that every live server serves `version`. New groups start with it.
+
+        Call `served(0)` before the first batch: without it the buffer grants no slots.
+        """
         self._call("served", version=version)
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
-        """Return the buffer's part of a training checkpoint. `version` must be the number of batches trained so far."""
+        """Return the buffer's part of a training checkpoint.
+
+        Args:
+            version: the number of batches trained so far.
+        """
         return self._call("checkpoint", version=version).result
 
     def close(self) -> None:
@@ -111,9 +131,13 @@ class LearnerClient:
         self._context.term()
 
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> BufferReply | None:
-        """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
+        """Repeat the request `op` until it is fulfilled, and return the reply; None if `interrupted()` returns True.
 
-        Raises WaitTimeoutError after timeouts.batch_s, which says what the learner waited for: `purpose`.
+        Args:
+            purpose: what the learner waits for, to complete the error's sentence.
+
+        Raises:
+            WaitTimeoutError: the request was not fulfilled within timeouts.batch_s.
         """
         limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while not interrupted():
@@ -144,11 +168,17 @@ class LearnerClient:
 
 
 class WorkerClient:
-    """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it together.
+    """Sends a rollout worker's requests to the buffer. The coroutines of one event loop may share a client.
 
-    Slots are granted to the name `worker`, which is unique in the run. `keys` is the folder network.keys, "" for none.
-    `incarnation` is the number of the start of this worker. The buffer refuses a worker that has been started again.
-    Every method raises WaitTimeoutError if the buffer does not answer in time, and WireError if it refuses the request.
+    Args:
+        worker: the worker's name, such as rollout/0. It is unique in the run, and the buffer grants slots to it.
+        keys: the folder network.keys; "": connect without keys.
+        incarnation: the number of this start of the worker, from 1. Once the buffer knows a later start, it refuses the
+            requests of this one.
+
+    Raises:
+        WaitTimeoutError: from every method, if the buffer does not answer in time.
+        WireError: from every method, if the buffer refuses the request.
     """
 
     def __init__(
@@ -159,8 +189,9 @@ class WorkerClient:
         self._incarnation = incarnation
         self._wire_s = timeouts.buffer_s
         self.flat_groups = (0, 0)
-        """Two counts of groups in a row, of all workers, at the last `put`. The first counts groups whose answers all
-        had the same reward, for example only zeros; the second counts groups with one reward each, whichever it was."""
+        """Two counts of flat groups in a row, over all workers, at the last `put`. In a flat group all answers got the
+        same reward. The first number counts flat groups that share one reward, for example only zeros. The second one
+        counts flat groups with any rewards."""
         self._ids = _request_ids()
         self._pending: dict[int, asyncio.Future[BufferReply]] = {}
         self._open_admit: int | None = None
@@ -172,15 +203,22 @@ class WorkerClient:
         self._socket.connect(address)
 
     async def tell_prompts(self, sources: Sequence[tuple[int, int]]) -> None:
-        """Tell the (size, per epoch) of each source of prompts; with task.difficulty it precedes the first `admit`."""
+        """Report the sources of the task's prompts. With task.difficulty, call it before the first `admit`.
+
+        Args:
+            sources: a pair (number of prompts, number of prompts in an epoch) for each source.
+        """
         told = [[int(size), int(per_epoch)] for size, per_epoch in sources]  # a task may have them of other types
         await self._call(next(self._ids), "prompts", "the numbers of prompts", sources=told)
 
     async def admit(self, max_groups: int) -> list[Slot]:
-        """Wait until there are slots, and return up to `max_groups`, sorted by group id; [] after LONG_POLL_S seconds.
+        """Wait for slots, and return them, sorted by group id; [] if there are none within LONG_POLL_S seconds.
 
-        Only one call may run at a time. The call after a cancelled one continues it, so that no granted slot is lost;
-        it may return as many slots as the cancelled call asked for.
+        Only one call may run at a time. If a call was cancelled, the next call continues it, so that no granted slot is
+        lost. That call may return as many slots as the cancelled call asked for.
+
+        Args:
+            max_groups: the most slots to return. Each group of this worker that ends during the wait allows one more.
         """
         if self._open_admit is None:
             self._open_admit = next(self._ids)
@@ -189,9 +227,12 @@ class WorkerClient:
         return read_slots(reply.result)
 
     async def aborts(self, acknowledged: Sequence[int]) -> list[int]:
-        """Wait until the buffer has dropped groups that this worker runs, and return their ids; [] after LONG_POLL_S.
+        """Wait until the buffer has dropped groups that this worker runs, and return their ids.
 
-        Ids are returned again until a later call gives them back as `acknowledged`: the worker has cancelled them.
+        Returns [] after LONG_POLL_S seconds. The same ids are returned again until the worker acknowledges them.
+
+        Args:
+            acknowledged: the ids of groups that the worker has cancelled.
         """
         reply = await self._call(
             next(self._ids), "aborts", "dropped groups", acknowledged=list(acknowledged), wait_s=LONG_POLL_S
@@ -200,9 +241,10 @@ class WorkerClient:
         return groups
 
     async def put(self, group: Group) -> bool:
-        """Deliver a finished group; return False if the buffer had it already or has dropped it, else True.
+        """Deliver a finished group. Returns False if the buffer has stored or dropped the group before, else True.
 
-        If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
+        Raises:
+            WireError: the buffer refuses the group. The group's slot is still in use: call `fail` to free it.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         same, in_row = reply.result["flat_groups"]
@@ -210,10 +252,12 @@ class WorkerClient:
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:
-        """Give up a running group: it is dropped as failed. With `requeue` its prompt is granted again.
+        """Give up a running group. The buffer drops the group as failed.
 
         Args:
-            data_row: the `data_row` of its prompt.
+            reason: why the group failed.
+            requeue: whether its prompt is granted again.
+            data_row: the `data_row` of its prompt; -1: not known.
         """
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",
@@ -221,10 +265,7 @@ class WorkerClient:
         )
 
     async def close(self) -> None:
-        """End the connection.
-
-        Calls that still wait get no answer: cancel them, or they raise AsyncRLError after their wait.
-        """
+        """Close the connection. Cancel waiting calls, because they get no answer and raise AsyncRLError later."""
         if self._receiver:
             self._receiver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -270,7 +311,7 @@ class WorkerClient:
 
 
 def _request_ids() -> itertools.count[int]:
-    """Return endless ids from a random start, so that a restarted client repeats no id of its earlier requests."""
+    """Return successive request ids from a random start. So a restarted client repeats none of its earlier ids."""
     return itertools.count(secrets.randbits(61))
 
 
@@ -284,7 +325,9 @@ def _unanswered(who: str, request: str, address: str, waited_s: float, poll_s: f
     """Return the error of a request that got no answer.
 
     Args:
-        poll_s: how long the request let the buffer wait with its answer, each time it was sent.
+        who: the client, such as `learner`.
+        waited_s: how long the client waited in total.
+        poll_s: wait_s of a long poll; 0 for other requests.
     """
     polls = f" and up to {ATTEMPTS} times the {poll_s:.0f} s for which it may wait with its answer" if poll_s else ""
     return WaitTimeoutError(

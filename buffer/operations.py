@@ -1,7 +1,9 @@
-"""Checks each request, applies it to the store, and answers it immediately or parks it until it can be answered.
+"""Applies the requests of clients to the store, and makes the replies.
 
-A refused request changes nothing; its sender gets the reason. This module has no socket and no journal. The operations
-are listed in buffer/wire.py.
+A request is answered immediately, or parked until it can be answered. For example, `take` is parked until a batch is
+complete. An invalid request is refused: it changes nothing, and its sender gets the reason.
+
+This module has no socket and no journal. The operations are listed in buffer/wire.py.
 """
 
 from __future__ import annotations
@@ -36,27 +38,30 @@ MAX_ACKNOWLEDGED = 2**20
 MAX_SOURCES = 2**16
 LEARNER = "learner"
 LATE = "buffer/waited_for_late_s"
-"""The counter of the learner's waits for late groups alone; `buffer/waited_s` counts all of its waits for a batch."""
+"""The metric of the learner's waits for late groups. `buffer/waited_s` measures all of its waits for a batch."""
 
 
 @dataclass(slots=True)
 class Parked:
-    """A request that can't be fulfilled yet; it is answered once it can be, or at `until_s`, by time.monotonic."""
+    """A request that can't be fulfilled yet. It is answered when it can be, or when its wait ends."""
 
     identity: bytes
+    """The client's ZMQ identity."""
     request: Request
     until_s: float
+    """The end of the wait, by time.monotonic."""
     max_groups: int = 0
-    """The number of groups that the worker of an `admit` can start."""
+    """For `admit`: the number of groups that the worker can start."""
     version: int = 0
-    """The version that the learner of a `take` or `may_push` is at."""
+    """For `take` and `may_push`: the learner's policy version."""
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """One reply to one client. It answers all requests with these `ids`."""
+    """A reply to one client. It answers all of the client's requests in `ids`."""
 
     identity: bytes
+    """The client's ZMQ identity."""
     ids: list[int]
     result: dict[str, Any]
     error: str = ""
@@ -67,10 +72,13 @@ class Outgoing:
 
 
 class Operations:
-    """Applies the requests of one run's clients to its store.
+    """Applies requests to the store of one run. Call `handle` with each message, then `replies` for what to send.
 
-    Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked for
-    slots once, so that the first worker does not get all. `record_group` is called with every group that is stored.
+    Workers get slots only after the learner has called `served(0)` and every rollout worker has asked for slots once.
+    Otherwise the first worker would get all slots.
+
+    Args:
+        record_group: called with every group that is stored; None: there is no journal.
     """
 
     def __init__(
@@ -83,19 +91,26 @@ class Operations:
         self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._drop_equal = config.drops_zero_variance
         self._record_group = record_group
-        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
+        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}
+        """The request id and the result of each worker's last `admit`, in case the worker repeats it."""
         self._seen_workers: set[str] = set()
         self._incarnations: dict[str, int] = {}
-        """[worker] the newest incarnation that was heard of. A restarted buffer has heard of none."""
-        self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
+        """The newest known incarnation of each worker. Empty after a restart of the buffer."""
+        self._parked: dict[tuple[str, str], Parked] = {}
+        """Parked requests by (operation, worker). The key of the learner's request is (LEARNER, "")."""
         self._waits = {"buffer/waited_s": LearnerWaits(), LATE: LearnerWaits()}
         self._replies: list[Outgoing] = []
-        self._open_acks: dict[tuple[bytes, bool], Outgoing] = {}  # [client, stored] reply that more puts may join
+        self._open_acks: dict[tuple[bytes, bool], Outgoing] = {}
+        """Replies that later puts may share, by (client, whether the groups were stored)."""
 
     def restore(self, refused: int, restarts: int) -> None:
-        """Continue after a restart of the buffer, with a restored store, so that clients notice nothing.
+        """Continue from the restored store after a restart of the buffer. Clients do not notice the restart.
 
-        `refused` and `restarts` are the numbers of refused messages and of restarts of the buffer so far.
+        For example, a worker that repeats its last `admit` gets the same slots again.
+
+        Args:
+            refused: the number of refused messages so far.
+            restarts: the number of restarts of the buffer so far.
         """
         self.refused, self.restarts = refused, restarts
         # A worker that missed the answer with its last grant asks again, with the same request id.
@@ -107,7 +122,11 @@ class Operations:
             self._seen_workers.update(self._workers)
 
     def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Apply or park a client's message, for `replies` to answer. An invalid one changes nothing and is refused."""
+        """Apply, park or refuse a client's message. `replies` returns the answer.
+
+        Args:
+            identity: the client's ZMQ identity.
+        """
         try:
             request = read_request(frames)
             if request.op == "put":
@@ -119,7 +138,11 @@ class Operations:
             self._replies.append(Outgoing(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
 
     def replies(self, now_s: float) -> list[Outgoing]:
-        """Return answers to the messages since the last call, and to parked requests now fulfilled or out of time."""
+        """Return the replies to send now.
+
+        They answer the messages since the last call, and the parked requests that can be fulfilled or whose wait has
+        ended.
+        """
         if parked := self._parked.get((LEARNER, "")):  # it comes first: a batch may drop groups, which frees slots
             self._reply_to_learner(parked, now_s)
         shares = self._shares()
@@ -139,14 +162,16 @@ class Operations:
         return replies
 
     def next_due_s(self) -> float:
-        """Return when the wait_s of the next parked request ends, by time.monotonic; infinity if none is parked."""
+        """Return the earliest end of a parked request's wait, by time.monotonic; infinity if none is parked."""
         return min((parked.until_s for parked in self._parked.values()), default=float("inf"))
 
     def abandon(self, worker: str, incarnation: int) -> int:
-        """Fail the running groups of a worker that is gone, and return their number. Their prompts are granted again.
+        """Fail the running groups of a lost worker, and return their number. Their prompts are granted again.
 
         Args:
-            incarnation: of the worker that will replace it. Requests of an earlier one are refused from now on.
+            worker: the worker's name, such as rollout/0.
+            incarnation: the number of the start that replaces the lost worker. Requests with a lower number are
+                refused from now on.
         """
         self._incarnations[worker] = incarnation
         for op in ("admit", "aborts"):
@@ -158,14 +183,18 @@ class Operations:
         return {**self.store.state.counters(), **more}
 
     def describe(self, now_s: float) -> str:
-        """Return text that says what the next batch is waiting for."""
+        """Return what the next batch waits for, as text for messages."""
         missing = len(self._workers) - len(self._seen_workers)
         if missing > 0:
             return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
         return self.store.describe(now_s)
 
     def _apply(self, identity: bytes, request: Request) -> dict[str, Any] | None:
-        """Return the result of a request; None if it can't be fulfilled yet and was parked, for `replies` to answer."""
+        """Apply a request, and return its result; None if it was parked, so that `replies` answers it later.
+
+        Raises:
+            WireError: the request is invalid.
+        """
         fields = request.fields
         match request.op:
             case "admit":
@@ -214,8 +243,10 @@ class Operations:
         self._parked[kind, worker] = Parked(identity, request, time.monotonic() + wait_s, **asked)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Answer a `put`. Until the next call of `replies`, puts of one client that were all stored, or all not, share
-        one reply, with the counts of flat groups after the last of them.
+        """Answer a `put`, if possible together with other puts of its client.
+
+        Until the next call of `replies`, the client's stored puts share one reply, and its other puts another. A reply
+        has the counts of flat groups after its last `put`.
         """
         reply = self._open_acks.get((identity, stored))
         if reply is None or len(reply.ids) == MAX_ANSWERED:
@@ -250,9 +281,10 @@ class Operations:
         self.store.served(fields.integer("version", 0))
 
     def _put(self, request: Request) -> bool:
-        """Store the group that a `put` delivers and return True, or False if it had been stored before or was dropped.
+        """Store the group of a `put` and return True. Returns False if the group was stored or dropped before.
 
-        Raises WireError if the group is not valid, or not as it was granted.
+        Raises:
+            WireError: the group is invalid, or differs from its grant.
         """
         worker, payload = self._worker(request.fields), request.payload[0]
         group = check_group(view(payload), self.limits)
@@ -274,12 +306,12 @@ class Operations:
         return True
 
     def _can_start_one_more(self, worker: str) -> None:
-        """Raise the limit of a parked `admit` by one, because a group of its worker has ended since."""
+        """Raise the limit of the worker's parked `admit` by one, because one of its groups has ended."""
         if parked := self._parked.get(("admit", worker)):
             parked.max_groups += 1
 
     def _shares(self) -> Mapping[str, int]:
-        """Return the number of slots that each worker whose `admit` is parked may have now; {} if admission is shut."""
+        """Return the number of slots that each worker with a parked `admit` gets now; {} if no slot can be granted."""
         asked = {worker: parked.max_groups for (op, worker), parked in self._parked.items() if op == "admit"}
         if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())
@@ -313,11 +345,15 @@ class Operations:
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
-    """Return {worker: number of slots}: each slot goes to the worker with the fewest groups, up to the number that it
-    `asked` for.
+    """Divide slots among workers, and return each worker's number of slots.
 
-    `capacity` groups may start now. `running` has the number of groups that each worker runs already. Of workers with
-    equally many, the first one asked gets the slot.
+    Each slot goes to the worker that has the fewest groups; if equal, to the first in `asked`. For example, 3 slots
+    for two workers that run 2 and 0 groups are divided into 1 and 2.
+
+    Args:
+        capacity: the number of slots that may be granted now.
+        asked: the most slots that each worker can use.
+        running: the number of groups that each worker runs already.
     """
     shares = dict.fromkeys(asked, 0)
     able = [(running.get(worker, 0), place, worker) for place, worker in enumerate(asked) if asked[worker] > 0]
@@ -333,31 +369,35 @@ def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, i
 
 
 class LearnerWaits:
-    """Adds up how long the learner waits for one thing, before each batch.
+    """Measures how long the learner waits before each batch, for example for any group or for late groups.
 
     All times are by the buffer's clock.
     """
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        """The time since when the learner waits; None: it does not."""
+        """The start of the current wait; None: the learner does not wait."""
         self._waited_s = 0.0
-        """The sum of its earlier waits since the last batch."""
+        """The sum of the ended waits since the last batch, in seconds."""
         self._handed_out = (-1, 0.0)
+        """The version of the last batch, and the seconds that the learner waited before it."""
 
     def begin(self, now_s: float) -> None:
-        """Note that the learner waits. Does nothing if it does already."""
+        """Record the start of a wait. Does nothing during a wait."""
         if self._since_s is None:
             self._since_s = now_s
 
     def end(self, now_s: float) -> None:
-        """Note that the learner was answered. Without a batch it may do something else before it asks again."""
+        """Record the end of a wait: the learner was answered, perhaps without a batch. Does nothing without a wait."""
         if self._since_s is not None:
             self._waited_s += now_s - self._since_s
             self._since_s = None
 
     def hand_out(self, version: int, now_s: float) -> float:
-        """Return the seconds of waits before batch `version`; the same for a batch that is asked for again."""
+        """End the wait for batch `version`, and return how many seconds the learner waited for this batch.
+
+        If the learner requests the same batch again, the same number is returned.
+        """
         self.end(now_s)
         if version != self._handed_out[0]:
             self._handed_out = (version, self._waited_s)

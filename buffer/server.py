@@ -1,8 +1,8 @@
-"""Serves the buffer of a run: one thread with one poll loop around a socket, the store, and the store's journal.
+"""The buffer's server: one thread polls a socket, applies messages to the store, and writes the store's journal.
 
 A turn of the loop handles the messages that have arrived, then collects the replies, then commits the journal, and only
-then sends the replies. So whatever a client was told is in the journal. Messages are checked before they touch the
-store, see buffer/operations.py.
+then sends the replies. So whatever a client was told is in the journal. buffer/operations.py checks each message before
+it changes the store.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ from buffer.store_state import StoreState
 from buffer.stored_group import receive, view
 
 STOP_CHECK_S = 0.2
-"""The longest sleep of the loop, which checks only between sleeps whether `stop` is set."""
+"""The longest sleep of the loop, in seconds. The loop checks `stop` only between sleeps."""
 MESSAGES_A_TURN = 256
-"""The most messages that are handled before parked requests are answered."""
+"""The most messages that a turn handles before it answers parked requests."""
 
 
 class BufferServer:
-    """Serves the staleness-bounded buffer of one run at network.host. It continues from the run's journal, if any.
+    """Serves the buffer of one run at network.host. Call `serve` in a thread of its own.
 
-    All methods but `serve` may be called from other threads. Raises ConfigError if network.host or network.port can't
-    be bound, or if network.keys holds no keys; AsyncRLError if the journal can't be read or written.
+    If the run directory has a journal, the buffer continues from it. Otherwise a resumed run continues from its
+    checkpoint. All methods but `serve` may be called from other threads.
+
+    Raises:
+        ConfigError: network.host or network.port can't be bound, or network.keys has no keys.
+        AsyncRLError: the journal can't be read or written.
     """
 
     def __init__(self, config: Config) -> None:
@@ -70,9 +74,11 @@ class BufferServer:
         self._serving = threading.Lock()
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer messages, and return once `stop` is set.
+        """Answer messages until `stop` is set.
 
-        Raises AsyncRLError if the journal can't be written, and StalenessError if a bug put too old a group in a batch.
+        Raises:
+            AsyncRLError: the journal can't be written.
+            StalenessError: a group in a batch was too old, which is a bug.
         """
         router = self._socket.router
         poller = zmq.Poller()
@@ -98,14 +104,17 @@ class BufferServer:
             return self._operations.describe(time.monotonic())
 
     def abandon(self, worker: str, incarnation: int) -> int:
-        """Give up the worker that an `incarnation` of the same name replaces; see Operations.abandon."""
+        """Fail the running groups of a lost worker, and return their number; see Operations.abandon."""
         with self._lock:
             return self._operations.abandon(worker, incarnation)
 
     def close(self) -> dict[str, float]:
-        """Wait until `serve` returns, drop running and finished groups as `shutdown`, and return the final metrics.
+        """Close the buffer, and return its final counters. Set the `stop` of `serve` before.
 
-        Raises WaitTimeoutError if `serve` does not return within timeouts.shutdown_s: set its `stop` first.
+        The call waits until `serve` returns. Groups that are running or finished are dropped for the reason `shutdown`.
+
+        Raises:
+            WaitTimeoutError: `serve` did not return within timeouts.shutdown_s.
         """
         if not self._serving.acquire(timeout=self._shutdown_s):
             raise WaitTimeoutError(
@@ -121,7 +130,10 @@ class BufferServer:
             return self._operations.counters()
 
     def _resume(self, saved: TrainingState, run_dir: Path) -> None:
-        """Restore the store from a training checkpoint and the earlier run's journal; import that into the new one."""
+        """Restore the store of a resumed run, from its checkpoint and the journal of the run so far.
+
+        The new journal gets the groups that continue, and those trained or dropped before the checkpoint.
+        """
         from buffer.past_journal import import_past, read_arrived
 
         past, groups = {}, {}
@@ -157,21 +169,25 @@ class BufferServer:
 
 
 BIND_S = 10.0
-"""Seconds that a port may take to become free: Ray ends an earlier buffer that does not respond only after 5 s."""
+"""Seconds to wait until a port is free. Ray ends an earlier buffer that does not respond only after 5 s."""
 FREE_PORTS = (61000, 65536)
-"""Range of ports for the buffer without network.ports, above those that Linux gives to outgoing connections, which
-could take the buffer's port while it restarts."""
+"""The range of the buffer's port if network.ports is not set. Linux gives outgoing connections lower ports. Otherwise
+one of them could take the buffer's port while the buffer restarts."""
 MAX_UNREAD = 1000
-"""The most replies that are kept for a client that does not read them. It loses further ones, and nothing else: clients
-repeat a request without a reply."""
+"""The most replies that are kept for a client that does not read them. Further replies are lost, which is harmless:
+clients repeat a request that got no reply."""
 
 
 class BufferSocket:
-    """Opens the buffer's ROUTER socket at network.host and network.port (0: a free one of network.ports).
+    """The buffer's ZMQ socket (ROUTER), bound to network.host and network.port.
 
-    `address` is its address.
+    If network.port is 0, a free port of network.ports is taken. `address` has the port that was bound.
 
-    Raises ConfigError if the address can't be bound, or network.keys holds no keys.
+    Args:
+        max_message_bytes: if a client sends a larger message, ZMQ closes its connection.
+
+    Raises:
+        ConfigError: the address can't be bound, or network.keys has no keys.
     """
 
     def __init__(self, network: NetworkConfig, max_message_bytes: int) -> None:
@@ -197,7 +213,11 @@ class BufferSocket:
 
 
 def _bind(router: zmq.Socket[bytes], network: NetworkConfig) -> str:
-    """Bind the socket to network.port, or to a free one of network.ports, and return its address."""
+    """Bind the socket to network.port, or to a free port of network.ports if it is 0, and return the address.
+
+    Raises:
+        ConfigError: no port could be bound within BIND_S.
+    """
     until_s = time.monotonic() + BIND_S
     ports = [network.port] if network.port else shuffled(network.port_range or range(*FREE_PORTS))
     while True:

@@ -1,32 +1,36 @@
-"""Packs and reads the messages between the buffer and its clients: a msgpack header frame, then raw frames.
+"""The messages between the buffer and its clients, and the functions that pack and read them.
 
-    request   {schema, op, id, ...}              put: 1 frame, the group
-    reply     {schema, ids, error, result}       take: the frames of a batch, or none while the learner has to wait
+A message is a msgpack header frame, then raw frames. A `put` is followed by the group, an answer to `take` by a batch.
 
-A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
-one client with the same answer may be answered together, as requests `put` often are.
+    request   {schema, op, id} and the fields of the operation
+    reply     {schema, ids, error, result}
 
-Every request of a worker carries `incarnation`, the number of the start of its server. Once the buffer has heard of a
-later start, it refuses the requests of an earlier one: a server that was cut off, and was replaced, gets no slots.
+A client repeats a request with the same id until the reply arrives; the buffer carries it out only once. One reply may
+answer several requests of a client if their answers are equal. For example, requests `put` often share a reply.
 
-    admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s. For each
-                group that it ends meanwhile it may get one more.
-    prompts     Before it asks for slots, a worker reports how many prompts each source of the task has, and how many of
-                them an epoch has: {sources: [[size, per epoch], ...]}. The answer is immediate.
-    put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
-                comes at once. For a group it is {stored: whether it was new, flat_groups: [how many groups in a row,
-                of all workers, had one and the same reward for every answer, how many had one reward each]}.
-    aborts      A worker asks for the groups that were dropped while it runs them (staleness.on_late: drop). The answer
-                {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
-                sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
-    take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
-                wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
-    may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
-                {state: the cause of the wait} after wait_s. It has to wait only in exact mode or with on_update:
-                drain. In exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
-    trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
-                answer is immediate. With `served` it may move the number of slots, and says why: the move is in the
-                journal before the answer is sent. -1 slots: their number stays.
+Every request of a worker has the field `incarnation`, the number of the start of its server. The buffer refuses a
+request with a lower number than it has seen. So a server that was replaced gets no slots, even if it still runs.
+
+    admit        A worker requests slots. While it waits, each of its groups that ends allows one slot more.
+    prompts      A worker reports the sources of its prompts, before its first `admit`. {sources} has a pair for each
+                 source: the number of prompts, and the number of prompts in an epoch.
+    put          A worker delivers a finished group. The result is {stored, flat_groups}: whether the group was new, and
+                 the counts described at WorkerClient.flat_groups.
+    fail         A worker gives up a running group, with the cause and the row of its prompt.
+    aborts       A worker requests the ids of dropped groups that it still runs (staleness.on_late: drop). The result is
+                 {groups}. The worker cancels these groups and lists them as {acknowledged} in its next request. Until
+                 then each result lists them again.
+    take         The learner requests a batch. A reply without a batch has the result {state}, what the batch waits for,
+                 or {end}, why there will be no further batch. After {end} the learner saves and ends.
+    may_push     The learner asks whether it may push `version`. The result is {ready: true}, or {state}, what the push
+                 waits for. The push waits only in exact mode or with weight_sync.on_update: drain. In exact mode the
+                 result may be {end}: the groups that the push waits for would all be dropped.
+    trained      The learner reports its new version.
+    served       The learner reports the version that all servers serve.
+    checkpoint   The learner requests the buffer's part of a checkpoint.
+
+admit, aborts, take and may_push are long polls: they are answered when there is something to report, at the latest
+after wait_s. The other requests are answered immediately.
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ from async_rl.base.types import Batch, Slot
 from buffer.stored_group import Frame, StoredGroup, view
 
 LONG_POLL_S = 5.0
-"""The longest wait_s that a client sends. A request that can't be fulfilled by then gets an empty answer, and the
-client sends it again."""
+"""The longest wait_s that a client sends, in seconds. A request that can't be fulfilled by then gets an empty answer,
+and the client sends it again."""
 MAX_ERROR_CHARS = 2000
 MAX_ANSWERED = 256
 """The most requests that one reply may answer."""
@@ -70,19 +74,25 @@ _MAX_BATCH = 2**20
 
 
 class Request(NamedTuple):
+    """A client's request, as `read_request` returns it."""
+
     op: str
     id: int
     fields: Fields
     payload: Sequence[Frame]
+    """The group of a `put`; empty for other operations."""
 
 
 class BufferReply(NamedTuple):
+    """The buffer's reply to one client, as `read_reply` returns it."""
+
     ids: list[int]
-    """Ids of the requests of one client that the reply answers."""
+    """Ids of the requests that the reply answers."""
     error: str
-    """Empty, or why the request was refused."""
+    """Why the request was refused; empty if it was accepted."""
     result: dict[str, Any]
     frames: list[zmq.Frame]
+    """The batch, in the answer to a `take`; otherwise empty."""
 
 
 def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
@@ -90,7 +100,11 @@ def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
 
 
 def read_request(frames: Sequence[Frame]) -> Request:
-    """Return the request in the frames of a message. Raises WireError if they are not a request."""
+    """Return the request in the frames of a message.
+
+    Raises:
+        WireError: the frames are not a valid request.
+    """
     if not frames:
         raise WireError("message: 0 frames, allowed 1 (a header), or 2 for put (a header and a group)")
     header = unpack(view(frames[0]))
@@ -106,7 +120,7 @@ def read_request(frames: Sequence[Frame]) -> Request:
 
 
 def read_request_id(frames: Sequence[Frame]) -> int:
-    """Return the request id of a message that may be broken, to refuse it to its sender; 0: it has none."""
+    """Return the request id of a message, even if the rest is invalid, for the refusal; 0 if there is none."""
     try:
         header = unpack(view(frames[0])) if frames else None
     except WireError:
@@ -120,7 +134,11 @@ def pack_reply(ids: Sequence[int], result: dict[str, Any], error: str = "") -> b
 
 
 def read_reply(frames: list[zmq.Frame]) -> BufferReply:
-    """Return the reply in the frames of a message. Raises WireError if they are not a reply."""
+    """Return the reply in the frames of a message.
+
+    Raises:
+        WireError: the frames are not a valid reply.
+    """
     fields = Fields(unpack(frames[0].buffer), _REPLY_FIELDS, "reply ")
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
     ids, error = fields.items("ids", 1, MAX_ANSWERED), fields.text("error", MAX_ERROR_CHARS)
@@ -139,9 +157,9 @@ def batch_frames(
     version: int, groups: Sequence[StoredGroup], counters: Mapping[str, float], gauges: Mapping[str, float],
     limits: Limits,
 ) -> list[Frame]:
-    """Return batch number `version` as frames, which `decode_batch` reads on any rank of the learner.
+    """Encode batch number `version` as frames. `decode_batch` decodes them on any learner rank.
 
-    A counter that is also in `gauges` is sent as a gauge alone.
+    A counter that is also in `gauges` is sent only as a gauge.
     """
     header = {
         "version": version,
@@ -154,7 +172,11 @@ def batch_frames(
 
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
-    """Return the batch in the frames of `LearnerClient.take_raw`. Raises WireError if a frame is not valid."""
+    """Decode the frames that `LearnerClient.take_raw` returns, and return the batch.
+
+    Raises:
+        WireError: a frame is invalid.
+    """
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "gauges", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")

@@ -1,13 +1,13 @@
-"""The rollout worker: one event loop makes scored groups of hundreds of slots at the same time.
+"""The rollout worker: one event loop turns slots of the buffer into scored groups, hundreds of them simultaneously.
 
     loop     consumes           produces           waits for                 unblocked by
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
-    group    one slot           a Group     the engine, the rewards   their threads
+    group    one slot           a Group            the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock (EvalWorker.run)
 
-The way of a group, from slot to buffer, is `Worker._run_group`; how its answers are sampled and scored is in
-rollout_server/worker/scored_player.py.
+`Worker._run_group` makes a group, from slot to buffer. rollout_server/worker/scored_player.py samples and scores the
+answers.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from rollout_server.worker.scored_player import ScoredPlayer
 from rollout_server.worker.worker_stats import FlatRewards
 
 WARN_AFTER_BATCHES = 2
-"""A warning is logged once so many batches' worth of groups in a row had no difference in reward."""
+"""The number of batches' worth of flat groups in a row that causes a warning. In a flat group all answers got the same
+reward."""
 REPORT_INTERVAL_S = 0.5
 MOST_REPORTS_PER_S = 200.0
-"""The most reports a second of all workers together. A report takes 0.7 ms of the driver (benchmarks/scale.py).
-With more than a hundred workers each reports less often."""
+"""The most reports per second of all workers together. A report costs the driver 0.7 ms (benchmarks/scale.py). With
+more than a hundred workers, each reports less often."""
 _COUNTED = {"groups": "groups", "rows": "rows", "tokens": "tokens", "failed": "groups", "aborted": "groups"}
-"""The counts of a report by name, each with its unit."""
+"""The unit of each count in a report."""
 
 
 class EvalWorker:
-    """The worker of an evaluation server: reports on engine and player. It knows no buffer; the subclass `Worker` does.
+    """The worker of an evaluation server. It evaluates with its `player` and yields reports, but uses no buffer.
 
-    It may be created in any thread; all its coroutines run in one event loop.
+    It may be created in any thread. All its coroutines run in one event loop.
     """
 
     def __init__(self, config: Config, player: ScoredPlayer) -> None:
@@ -62,7 +63,7 @@ class EvalWorker:
         self._is_stopped = False
 
     async def run(self) -> AsyncGenerator[WorkerReport]:
-        """Yield a report twice a second until `stop` is called."""
+        """Yield a report twice a second until `stop` is called. With more than a hundred workers it is less often."""
         while not self._is_stopped:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._report_interval_s):
@@ -74,7 +75,7 @@ class EvalWorker:
         return self._stats.status()
 
     async def stop(self) -> None:
-        """End `run`, and what the player's episodes need."""
+        """End `run`, and close what episodes and rewards opened."""
         self._is_stopped = True
         await self.player.aclose()
         self._gpus.close()
@@ -90,12 +91,12 @@ class EvalWorker:
 
 
 class Worker(EvalWorker):
-    """Asks the buffer for slots, has each slot's prompt answered and scored, sends the group back, and reports.
+    """The worker of a rollout server. It gets slots from the buffer and delivers a group of scored answers for each.
 
-    It may be created in any thread; all its coroutines run in one event loop.
+    It may be created in any thread. All its coroutines run in one event loop.
 
     Args:
-        incarnation: the number of the start of its server, from 1. The buffer hears only the newest start.
+        incarnation: the number of this start of the server, from 1. The buffer accepts only the newest start.
     """
 
     def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str, incarnation: int = 1) -> None:
@@ -105,7 +106,7 @@ class Worker(EvalWorker):
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
         self._granted = 0
-        """One more than the highest index of a prompt that this worker was given."""
+        """One more than the highest prompt index of this worker's slots."""
         prompts_per_step = config.learner.prompts_per_step
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
         self._flat = FlatRewards(
@@ -116,17 +117,17 @@ class Worker(EvalWorker):
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._next_id = 0
-        """One more than the highest id of a started group; later grants have higher ids."""
+        """One more than the highest id of a started group. Later slots have higher ids."""
         self._dropped_early: set[int] = set()
-        """The ids of groups that the buffer has dropped before they were started, from `_next_id` on."""
+        """The ids of groups that the buffer has dropped before their start. All are `_next_id` or higher."""
 
     async def run(self) -> AsyncGenerator[WorkerReport]:
-        """Make groups until `stop` is called, and yield a report of them twice a second.
+        """Make groups until `stop` is called, and yield a report twice a second, as EvalWorker does.
 
         Raises:
             RewardError: task.max_failures groups in a row failed, or all episodes so far ended with an error of the
                 agent. The message has the cause of the last failure.
-            AsyncRLError: the engine or the buffer does not answer.
+            AsyncRLError: the engine or the buffer failed or did not answer.
         """
         self._admitting = asyncio.create_task(self._admit())
         self._admitting.add_done_callback(lambda _: self.player.log.report_now.set())
@@ -150,8 +151,10 @@ class Worker(EvalWorker):
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """Get slots from the buffer and make a group for each, rollout.max_groups_in_flight at a time; an error ends
-        all."""
+        """Get slots from the buffer, and make a group for each, up to rollout.max_groups_in_flight simultaneously.
+
+        Runs until it is cancelled. If a group raises an error, all groups are cancelled, and the error is raised.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.on_late == "drop":
@@ -182,13 +185,13 @@ class Worker(EvalWorker):
             raise first_error(group) from None
 
     def _on_group_end(self, group_id: int, group: asyncio.Task[None]) -> None:
-        """Count a group as ended when its task ends, even if the task was cancelled before its first line."""
+        """Count a group as ended. Called when its task ends, even if the task was cancelled before its first line."""
         del self._groups[group_id]
         self._stats.end_group(group_id)
         self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
-        """Keep asking the buffer which groups it has dropped, and cancel them with their requests to the engine.
+        """Cancel the groups that the buffer drops, with their requests to the engine, until cancelled itself.
 
         A dropped group that still waits for its prompt is not started.
         """
@@ -202,7 +205,17 @@ class Worker(EvalWorker):
                     self._dropped_early.add(group_id)
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
-        """Make the group of one slot: have its prompt answered and scored, and send the group to the buffer."""
+        """Make the group of one slot: answer its prompt, score the answers, and send the group to the buffer.
+
+        If a reward fails, the buffer is told that the group has failed.
+
+        Args:
+            granted_s: the time when the slot was granted, by the event loop's clock.
+
+        Raises:
+            RewardError: too many groups in a row failed, see `run`.
+            AsyncRLError: the engine or the buffer failed.
+        """
         request = GenerationRequest(
             group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
             seed=self._config.run.seed, n=self._config.rollout.group_size,
@@ -235,10 +248,12 @@ class Worker(EvalWorker):
                 self.player.log.note(warning)
 
     async def _play(self, request: GenerationRequest) -> tuple[list[Episode], float | None]:
-        """Return the episodes of a request and its greedy reward, if one is needed; if either fails, the other ends.
+        """Return the episodes of a request, and the reward of a greedy answer, or None if that is not needed.
+
+        If one of the two fails, the other is cancelled.
 
         Raises:
-            RewardError: a reward failed, or the greedy answer has none.
+            RewardError: a reward failed, or the greedy answer got none.
             AsyncRLError: the engine failed.
         """
         try:
@@ -250,7 +265,7 @@ class Worker(EvalWorker):
         return playing.result(), greedy.result()
 
     def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
-        """Return the trainable rows of a group's episodes; those that failed, were dropped or got no verdict have none.
+        """Return the trainable rows of a group. Episodes that failed, were dropped or got no verdict have no rows.
 
         Raises:
             RewardError: fewer episodes than config.fewest_episodes have rows.
@@ -279,7 +294,11 @@ class Worker(EvalWorker):
             await self._client.fail(slot.group_id, str(error), requeue=False, data_row=prompt.data_row)
 
     async def _report(self) -> WorkerReport:
-        """Return a report of the time since the last one. An error of `_admit` is raised here."""
+        """Return a report of the time since the last one.
+
+        Raises:
+            RewardError, AsyncRLError: `_admit` has failed, see `run`.
+        """
         if self._admitting and self._admitting.done() and not self._admitting.cancelled():
             self._admitting.result()
         report = await super()._report()

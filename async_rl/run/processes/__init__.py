@@ -1,4 +1,4 @@
-"""The processes of a run: where Ray places them, how they start, answer, die and are replaced.
-`actors.py` says what each is, `supervisor.py` keeps them alive.
-async_rl/pipeline.py and tools may import it.
+"""The processes of a run, which Ray starts on the run's hosts.
+`actors.py` defines them, `placement.py` places them, `supervisor.py` restarts those that die.
+async_rl/pipeline.py and tools may import this package.
 """

@@ -1,4 +1,4 @@
-"""The class that starts, calls and ends all processes of a run, which are Ray actors, for the driver."""
+"""Defines ActorGroup, with which the driver starts, calls and ends the processes of a run. Each is a Ray actor."""
 
 from __future__ import annotations
 
@@ -30,27 +30,38 @@ STATUS_INTERVAL_S = 5.0
 
 
 class ActorGroup:
-    """The actors of a run by name. The error of a call that fails names the process and shows the end of its log."""
+    """The processes of a run, as Ray actors by name. The driver starts, calls and ends them here.
+
+    If a call fails, the error names the process and shows the end of its log.
+
+    Args:
+        reservation: where each process runs.
+        signals: end a wait on Ctrl-C or SIGTERM.
+        origin: what each process gets from the driver.
+    """
 
     def __init__(self, run_dir: Path, reservation: Reservation, signals: StopSignals, origin: Origin) -> None:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
         self.starts: Counter[str] = Counter()
-        """[process] how many times it was started."""
+        """How many times each process was started."""
         self._reservation = reservation
         self._origin = origin
         self._earlier_bytes: dict[str, dict[Path, int]] = {}
-        """[process][log file] its size when the process was started: what an earlier process of that name wrote."""
+        """For each process, the sizes of its log files when it was last started. An earlier start wrote that part."""
 
     def start(
         self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
     ) -> ActorHandle:
-        """Start the process `name` as an actor of class `cls`, made with the Origin and `args`, without waiting.
+        """Start a process as a Ray actor, and return its handle without waiting.
 
         Args:
-            max_concurrency: number of calls that the actor runs at once; 1: Ray's default (one; async methods: 1000).
-            threads: the number of calls at once for each Ray concurrency group of `cls`.
+            name: the name of the process, such as learner/0.
+            cls: the actor's class. Its `__init__` gets the Origin, then `args`.
+            max_concurrency: the most calls that the actor runs simultaneously; 1: Ray's default, which is 1, or 1000
+                for a class with async methods.
+            threads: the most simultaneous calls in each Ray concurrency group of `cls`.
         """
         self._reservation.follow_moves()
         options = {**self._reservation.options(name), "max_restarts": 0}
@@ -64,10 +75,18 @@ class ActorGroup:
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
-        """Wait for `calls`, one per process name; returns {name: result}. The first call that fails raises its error.
+        """Wait for one call to each of several processes, and return the results by process name.
 
-        After `limit`, WaitTimeoutError names `what` was awaited and the processes that have not answered.
-        `async-rl status` shows the wait. Ctrl-C or SIGTERM ends it by KeyboardInterrupt.
+        `async-rl status` shows the wait.
+
+        Args:
+            calls: the call to each process, by process name.
+            what: what the driver waits for, for the status and the error, such as "the start".
+
+        Raises:
+            AsyncRLError: the error of the first call that fails, see `named_failure`.
+            WaitTimeoutError: calls did not end within `limit`. The message names their processes.
+            KeyboardInterrupt: after Ctrl-C or SIGTERM.
         """
         return asyncio.run(self._interruptible(self._gather(calls, limit, what)))
 
@@ -110,7 +129,15 @@ class ActorGroup:
         return results
 
     async def call(self, name: str, call: ObjectRef, limit: Limit, what: str) -> Any:
-        """Return the result of a call to process `name`. WaitTimeoutError: no answer within `limit`."""
+        """Wait for a call to process `name`, and return its result.
+
+        Args:
+            what: what the driver waits for, for the error.
+
+        Raises:
+            AsyncRLError: the call failed, see `named_failure`.
+            WaitTimeoutError: the call did not end within `limit`.
+        """
         try:
             async with asyncio.timeout(limit.seconds) as scope:
                 return await self._result(name, call)
@@ -120,11 +147,18 @@ class ActorGroup:
             raise self._overdue(limit, what, name) from None
 
     def cancel(self, call: ObjectRef) -> None:
-        """Have a process give up a call of an `async def`, which raises CancelledError there; returns at once."""
+        """Cancel a call of an async method, without waiting. The method gets a CancelledError in its process."""
         ray.cancel(call, recursive=False)
 
     async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
-        """Yield the reports that process `name` sends through `stream`, until its call ends."""
+        """Yield the reports of process `name` until its call ends.
+
+        Args:
+            stream: the result of the call, such as `run`, which yields the reports.
+
+        Raises:
+            AsyncRLError: the call failed, see `named_failure`.
+        """
         self._reservation.follow_moves()  # Ray may have moved it after `start`, when it found that its host is lost
         with self.named_failure(name):
             async for ref in stream:
@@ -143,12 +177,14 @@ class ActorGroup:
 
     @contextmanager
     def named_failure(self, name: str) -> Iterator[None]:
-        """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
+        """A context manager that replaces a RayError in the block by an error that names the process and the cause.
 
-        A ConfigError that the process raised stays as it is, and another AsyncRLError keeps its type; but on a host to
-        which Ray has moved the process, ConfigErrors and errors of other types are a ProcessDiedError. So is the death
-        of a process in its `__init__`; a later one, or a kill by Ray's memory monitor, is the subclass
-        ProcessKilledError.
+        Raises:
+            ConfigError: the process raised it. It stays as it is.
+            AsyncRLError: the process raised another error. A subclass of AsyncRLError keeps its type.
+            ProcessDiedError: the process died in its `__init__`, or Ray can't call it. Or Ray had moved the process to
+                another host, where it raised a ConfigError or an error that is no AsyncRLError: files may be missing.
+            ProcessKilledError: the process died after its `__init__`, or Ray's memory monitor killed it.
         """
         try:
             yield
@@ -202,7 +238,7 @@ class ActorGroup:
         return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
 
     async def dump_stacks(self) -> None:
-        """Have every process write the stacks of its threads into its log file; waits at most DUMP_TIMEOUT_S."""
+        """Have every process write the stacks of its threads into its log file. Waits at most DUMP_TIMEOUT_S."""
         calls = [asyncio.create_task(self._result(n, a.dump_stacks.remote())) for n, a in self.actors.items()]
         if calls:
             _, silent = await asyncio.wait(calls, timeout=DUMP_TIMEOUT_S)
@@ -217,7 +253,7 @@ class ActorGroup:
         """Return the last lines that process `name` wrote into its log files, indented, for an error message.
 
         Args:
-            message: the rest of the error message; log files that it names are left out.
+            message: the rest of the error message. Log files that it names are left out.
         """
         text, earlier_bytes = "", self._earlier_bytes.get(name, {})
         for file in self._log_files(name):
@@ -232,11 +268,11 @@ class ActorGroup:
         return sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log"))
 
     def kill(self, name: str) -> None:
-        """Kill process `name` at once, and forget it."""
+        """Kill process `name` immediately, and remove it from `actors`."""
         ray.kill(self.actors.pop(name))
 
     def stop(self, timeout_s: float) -> None:
-        """Ask every process but the learner ranks to stop, wait for that at most `timeout_s`, then kill all."""
+        """Ask all processes except learner ranks to stop, wait at most `timeout_s` seconds, then kill all processes."""
         stoppable = [actor for name, actor in self.actors.items() if not name.startswith("learner")]
         polite: list[Any] = [actor.stop.remote() for actor in stoppable]
         try:
@@ -249,7 +285,11 @@ class ActorGroup:
 
 
 def _memory_use(text: str) -> str:
-    """Return from the text of an OutOfMemoryError how much of the host's memory was in use, and who used it."""
+    """Return how much of the host's memory was in use, and by which programs; "" if `text` does not say it.
+
+    Args:
+        text: the message of Ray's OutOfMemoryError.
+    """
     used = re.search(r"was (\S+ used / \S+ limit)", text)
     largest = re.findall(r"^\d+\t(\S+)\t(\S+)", text, re.MULTILINE)[:3]
     parts = [used[1]] if used else []

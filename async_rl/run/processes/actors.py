@@ -1,7 +1,7 @@
-"""The processes of a run, as Ray actors: the buffer, the servers, the judge's servers and the learner ranks.
+"""The processes of a run, as Ray actors: the buffer, the rollout and evaluation servers, and the learner ranks.
 
-Each begins with `enter`: working directory, modules, keys, log file, ports and interface. ActorGroup starts and ends
-them. Ray carries control only: no trajectory and no push passes through it.
+Each process first calls `enter`, which sets its working directory, modules, keys, log file and network interface.
+ActorGroup starts and ends the processes. Ray carries only control calls and reports, no trajectories and no weights.
 """
 
 from __future__ import annotations
@@ -47,24 +47,27 @@ class Origin:
     """What each process of a run gets from the driver."""
 
     folder: str
-    """The driver's working directory, to which paths of the config are relative."""
+    """The driver's working directory. Paths in the configuration are relative to it."""
     config: Config
-    """The user's configuration, as it was loaded."""
+    """The user's configuration, as loaded."""
     decided: Decided = field(default_factory=dict)
     """The values that the driver has decided for the run."""
     client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
+    """The contents of the clients' key files, by file name, for hosts that do not share the run directory."""
 
 
 def enter(origin: Origin, name: str, port: int = 0) -> Config:
-    """Set a new process's working directory, modules, keys, log file and network interface; returns its settings.
+    """Prepare a new process, and return its settings. Call it first in the process.
+
+    It sets the working directory, modules, keys, log file and network interface. All output of the process, also from C
+    code, goes to the log file.
 
     Args:
-        name: the process's name. Its output, also from C code, goes to the log file of this name, with - for /.
-        port: the port of the process that this one replaces; 0: there was none.
+        name: the name of the process. For example, learner/0 has the log file learner-0.log.
+        port: the port of the process that this one replaces; 0: it replaces none.
 
     Raises:
-        ConfigError: this host lacks the working directory, and it can't be made.
+        ConfigError: the working directory does not exist on this host, and can't be made.
     """
     try:
         Path(origin.folder).mkdir(parents=True, exist_ok=True)  # a host without a shared disk
@@ -94,7 +97,8 @@ def enter(origin: Origin, name: str, port: int = 0) -> Config:
 
 
 def _settings_of(origin: Origin, name: str, port: int) -> Config:
-    """Return the settings of a process: what the driver has decided, and its place."""
+    """Return the settings of a process: the user's and the driver's, with the address, ports and engine of the process.
+    """
     config = resolve(origin.config, origin.decided)
     host = config.network.host if config.placement.num_nodes == 1 else ray.util.get_node_ip_address()
     return resolve(config, {
@@ -104,24 +108,25 @@ def _settings_of(origin: Origin, name: str, port: int) -> Config:
 
 
 def see_own_gpus(gpus: Sequence[object]) -> None:
-    """Show this process the `gpus` that Ray has given it, where Ray was told to leave CUDA_VISIBLE_DEVICES alone.
+    """Set CUDA_VISIBLE_DEVICES to the GPUs that Ray has given this process. Call it before torch looks for GPUs.
 
-    Without this every server of such a cluster would start on GPU 0. Call it before torch looks for GPUs.
+    Needed if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, because Ray then leaves the variable alone. Every
+    server of the cluster would start on GPU 0.
     """
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
 
 
 def use_huge_pages() -> None:
-    """Have torch allocate large CPU tensors in huge pages, which is faster; call it before torch makes a tensor."""
+    """Have torch allocate large CPU tensors in huge pages, which is faster. Call it before torch makes a tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class BufferActor:
-    """The buffer's process: `serve` runs in one thread of the actor, the control calls in others.
+    """The buffer's process. `serve` runs in one thread of the actor, the control calls in others.
 
     Args:
-        port: the port of the buffer that this one replaces; 0: there was none, and network.port is used.
+        port: the port of the buffer that this one replaces; 0: it replaces none, and uses network.port.
     """
 
     def __init__(self, origin: Origin, port: int = 0) -> None:
@@ -129,7 +134,7 @@ class BufferActor:
         self._stop = threading.Event()
 
     def start(self) -> str:
-        """Open the buffer and return its address. `__init__` does not do this, because Ray hides its errors' types."""
+        """Open the buffer and return its address. Not done in `__init__`, where Ray would hide the type of an error."""
         from buffer.server import BufferServer
 
         # it checks the experts of each token by the model's config.json, so a name of the hub has to become a folder
@@ -143,7 +148,7 @@ class BufferActor:
         self._stop.set()
 
     def abandon(self, worker: str, incarnation: int) -> int:
-        """Fail the running groups of a dead worker, which `incarnation` will replace; returns their number."""
+        """Fail the running groups of a lost worker, and return their number; see Operations.abandon."""
         return self._server.abandon(worker, incarnation)
 
     def status(self) -> Status:
@@ -153,7 +158,7 @@ class BufferActor:
         dump_stacks()
 
     def close(self) -> dict[str, float]:
-        """Wait until `serve` has ended, drop the groups that are left as `shutdown`; returns the last counters."""
+        """Close the buffer after `stop`, and return its final counters; see BufferServer.close."""
         return self._server.close()
 
 
@@ -161,7 +166,7 @@ class RolloutActor:
     """A rollout process: one rollout server and the worker that generates with it.
 
     Args:
-        index: its index in `config.server_names`.
+        index: the index of the process in `config.server_names`.
     """
 
     def __init__(self, origin: Origin, index: int) -> None:
@@ -172,12 +177,16 @@ class RolloutActor:
         self._index = index
 
     async def find_files(self) -> None:
-        """Check that this host has its model and data; download what is on the hub."""
+        """Check that this host has the model and data. Files on the hub are downloaded.
+
+        Raises:
+            ConfigError: a path is not on this host, or a download failed.
+        """
         self._doing, self._since_s = "fetches models and data sets", time.monotonic()
         await asyncio.to_thread(find_files, self._config, SERVER_KEYS)
 
     async def start(self) -> str:
-        """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
+        """Start the engine with version 0, wait until it is up, and return the URL for weight pushes."""
         self._engine = await asyncio.to_thread(self._open_engine)  # a thread: a slow disk may take longer than silent_s
         await self._engine.start()
         return self._engine.url
@@ -198,10 +207,11 @@ class RolloutActor:
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str, judge_urls: Sequence[str], incarnation: int) -> None:
-        """Open rewards and worker, which requests slots from the buffer at this address once `run` is called.
+        """Open the rewards and the worker. The worker requests slots only after `run` is called.
 
         Args:
-            incarnation: how many times this server has been started in the run, with this start.
+            judge_urls: the URLs of the judge servers; empty without a judge.
+            incarnation: the number of this start of the server in the run, from 1.
         """
         if judge_urls:
             self._config = resolve(self._config, {"judge.urls": tuple(judge_urls)})
@@ -225,7 +235,7 @@ class RolloutActor:
         return await asyncio.to_thread(checked_gpu_bytes)  # a thread: it may import torch
 
     async def kv_tokens(self) -> int:
-        """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
+        """Return how many tokens fit into the engine's KV cache; 0 if that is not known."""
         load = await self._engine.load()
         return load.kv_tokens if load else 0
 
@@ -249,7 +259,10 @@ class RolloutActor:
     async def evaluate(
         self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
     ) -> EvaluationDone:
-        """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
+        """Measure the held-out accuracy of the weights that the engine serves now.
+
+        For the arguments see Evaluation.run.
+        """
         return await self._worker.player.evaluate(version, beside_training=beside_training, part=part)
 
     async def stop(self) -> None:
@@ -261,7 +274,7 @@ class RolloutActor:
 
 
 class EvalActor(RolloutActor):
-    """The process of an evaluation server, which never asks the buffer for slots."""
+    """The process of an evaluation server. It never requests slots from the buffer."""
 
     def _open_worker(self, buffer_address: str, incarnation: int) -> EvalWorker:
         from rollout_server.worker.worker import EvalWorker
@@ -270,20 +283,24 @@ class EvalActor(RolloutActor):
 
 
 def server_class(name: str) -> type[RolloutActor]:
-    """Return the class of the process of a server, by its name in `config.server_names`."""
+    """Return the actor class of a server.
+
+    Args:
+        name: the server's name in `config.server_names`, such as eval/0.
+    """
     return EvalActor if name.startswith("eval") else RolloutActor
 
 
 def learner_threads(config: Config) -> dict[str, int]:
     """Return the number of threads for each Ray concurrency group of LearnerActor, by the group's name.
 
-    Each rollout server has a thread in `join`, because all of them may wait there at once.
+    The group `join` has a thread for each rollout server, because all of them may wait there simultaneously.
     """
     return {"control": 8, "join": config.placement.rollout.servers}
 
 
 class LearnerActor:
-    """The process of one learner rank. The control calls run in other threads than `run`, and at the same time."""
+    """The process of one learner rank. Control calls run during `run`, in other threads."""
 
     def __init__(self, origin: Origin, rank: int) -> None:
         self._origin = origin
@@ -293,14 +310,19 @@ class LearnerActor:
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open a port for the torch.distributed store of all ranks; returns (host, port). Called on rank 0 only."""
+        """Open a port for the torch.distributed store of all ranks, and return (host, port). Called on rank 0 only."""
         self._listener = open_listener(self._config.network.host, self._config.network.port_range)
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
 
     def find_files(self, marker: str) -> None:
-        """Check that this host has models and data, and run.dir with the driver's file `marker`; download what is on
-        the hub.
+        """Check that this host has the models and data, and sees the run directory. Files on the hub are downloaded.
+
+        Args:
+            marker: a file that the driver has made in the run directory.
+
+        Raises:
+            ConfigError: this host does not see `marker` or lacks a path, or a download failed.
         """
         if not Path(marker).exists():
             raise ConfigError(
@@ -315,10 +337,15 @@ class LearnerActor:
         return checked_gpu_bytes()
 
     def check_memory(self, rank_bytes: int, server_bytes: int, gpus_there: float) -> list[str]:
-        """Return cautions about the memory of the run, see MemoryPlan.check, for the smallest GPU of ranks and servers.
+        """Check the memory of the learner ranks and servers, and return warnings; see MemoryPlan.check.
 
         Args:
-            server_bytes: 0: no GPU of a server is known, and their memory is not checked.
+            rank_bytes: the memory of the smallest GPU with a learner rank.
+            server_bytes: the memory of the smallest GPU with a server; 0: not known, and servers are not checked.
+            gpus_there: number of GPUs of all hosts together.
+
+        Raises:
+            ConfigError: a GPU has too little memory.
         """
         # the share of all servers of a GPU, which decide_placement has divided
         share = {"rollout.gpu_memory_utilization": self._origin.config.rollout.gpu_memory_utilization}
@@ -347,33 +374,46 @@ class LearnerActor:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """Have `run` end after the current step, with a checkpoint; returns at once."""
+        """Have `run` end with a checkpoint after the current step. Does not wait."""
         self._learner.stop()
 
     @ray.method(concurrency_group="control")
     def end(self, reason: str) -> None:
-        """Have `run` end after the current step as if run.steps were reached; returns at once. Rank 0 only."""
+        """Have `run` end after the current step, as if run.steps were reached. Does not wait. Called on rank 0 only.
+
+        Args:
+            reason: why the run ends, for the log and the summary.
+        """
         self._learner.requests.end(reason)
 
     @ray.method(concurrency_group="control")
     def save(self) -> None:
-        """Have a checkpoint written after the current step; returns at once. Called on rank 0 only."""
+        """Have a checkpoint written after the current step. Does not wait. Called on rank 0 only."""
         self._learner.requests.save()
 
     @ray.method(concurrency_group="control")
     def pause(self) -> None:
-        """Have `run` take no further batch until `go_on`, `stop` or `end`; returns at once. Rank 0 only."""
+        """Have `run` take no further batch until `go_on`, `stop` or `end`. Does not wait. Called on rank 0 only."""
         self._learner.requests.pause()
 
     @ray.method(concurrency_group="control")
     def go_on(self) -> None:
-        """End the pause; returns at once. Called on rank 0 only."""
+        """End the pause. Does not wait. Called on rank 0 only."""
         self._learner.requests.go_on()
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Wait, for timeouts.batch_s, until a restarted server at `url` has got the weights; returns their version. The
-        server's turn on a shared GPU ends at once: a step that begins from now on makes it release its memory.
+        """Wait until the learner has pushed its weights to a restarted server, and return their version.
+
+        If servers and learner share GPUs, the learner's steps continue during the wait. Each step makes the server
+        release its memory.
+
+        Args:
+            url: the new URL of server `name`.
+
+        Raises:
+            WaitTimeoutError: there was no push within timeouts.batch_s.
+            WeightSyncError: the server died, or the push to it failed.
         """
         limit, added = self._config.timeouts.limit("batch_s"), self._learner.shared_gpus.end_start
         self._learner.servers["rollout"].join(name, url, limit, added)
@@ -381,7 +421,11 @@ class LearnerActor:
 
     @ray.method(concurrency_group="control")
     def add_eval_server(self, name: str, url: str) -> None:
-        """Let a restarted evaluation server at `url` get the version that is evaluated next."""
+        """Add a restarted evaluation server. It gets the version that is evaluated next.
+
+        Args:
+            url: the new URL of server `name`.
+        """
         self._learner.servers["eval"].add(name, url)
 
     @ray.method(concurrency_group="control")
@@ -391,7 +435,13 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def begin_start(self, name: str) -> None:
-        """Wait, for timeouts.batch_s, until a lost server may start again on a GPU that it shares with the learner."""
+        """Wait until lost server `name` may start again on a GPU that it shares with the learner.
+
+        The learner takes no further step until `end_start` or `join_server`.
+
+        Raises:
+            WaitTimeoutError: the learner's step did not end within timeouts.batch_s.
+        """
         self._learner.shared_gpus.begin_start(name, self._config.timeouts.limit("batch_s"))
 
     @ray.method(concurrency_group="control")
@@ -417,7 +467,11 @@ def dump_stacks() -> None:
 
 
 def pin_cpus(config: Config, number: int) -> None:
-    """If placement.pin_cpus is set, restrict this process and its children to its own share of the host's cores."""
+    """If placement.pin_cpus is set, restrict this process and its children to its share of the host's cores.
+
+    Args:
+        number: as in `share_of_cores`.
+    """
     if config.placement.pin_cpus:
         cores = share_of_cores(config, number, sorted(os.sched_getaffinity(0)))
         for thread in os.listdir("/proc/self/task"):  # Ray has started threads already
@@ -425,10 +479,13 @@ def pin_cpus(config: Config, number: int) -> None:
 
 
 def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
-    """Return the part of `cores` that process `number` gets; all get equally many. ConfigError: less than one each.
+    """Return the share of `cores` of one process. All processes get equally many.
 
     Args:
-        number: index of the process, counted over all servers and then all learner ranks.
+        number: the index of the process. Servers are counted first, then learner ranks.
+
+    Raises:
+        ConfigError: there are fewer cores than processes.
     """
     processes = config.placement.num_servers + config.placement.learner.ranks
     size = len(cores) // processes

@@ -1,4 +1,4 @@
-"""The process of one of the judge's servers, as a Ray actor. A run without a judge does not load this module."""
+"""The process of a judge server, as a Ray actor. A run without a judge does not load this module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHECK_INTERVAL_S = 1.0
 
 
 class JudgeActor:
-    """A server of the model judge.path. It gets no weights, and the workers talk to it by HTTP.
+    """A judge server. It serves the model judge.path to the workers over HTTP, and gets no weights.
 
     Args:
-        index: its index in `config.judge_names`.
-        port: the port of the server that this one replaces, which the workers know; 0: there was none.
+        index: the index of the server in `config.judge_names`.
+        port: the port of the server that this one replaces, which the workers know; 0: it replaces none.
     """
 
     def __init__(self, origin: Origin, index: int, port: int = 0) -> None:
@@ -32,11 +32,15 @@ class JudgeActor:
         self._doing, self._since_s = "starts its server", time.monotonic()
 
     async def find_files(self) -> None:
-        """Check that this host has the judge's model; download it if it is on the hub."""
+        """Check that this host has the judge's model. A model on the hub is downloaded.
+
+        Raises:
+            ConfigError: the model is not on this host, or the download failed.
+        """
         await asyncio.to_thread(find_files, self._config, ["judge.path"])
 
     async def start(self) -> str:
-        """Start the server and wait until it answers; returns the base address of its endpoint."""
+        """Start the server, wait until it answers, and return the base URL of its endpoint."""
         config = located(self._config, ["judge.path"])
         log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
         open_chat = config.judge.engine_entry.load_chat()
@@ -46,11 +50,15 @@ class JudgeActor:
         return f"{self._server.url}/v1"
 
     async def kv_tokens(self) -> int:
-        """Return 0: how many tokens its KV cache has room for is not known."""
+        """Return 0, because the size of the KV cache is not known."""
         return 0
 
     async def run(self) -> AsyncIterator[WorkerReport]:
-        """Watch the server, which reports nothing. ProcessDiedError: it has ended."""
+        """Watch the server, and yield an empty report every CHECK_INTERVAL_S seconds.
+
+        Raises:
+            ProcessDiedError: the server has ended.
+        """
         while True:
             self._server.check_alive()
             await asyncio.sleep(CHECK_INTERVAL_S)

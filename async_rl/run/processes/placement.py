@@ -1,10 +1,10 @@
-"""Where the processes of a run are: what `placement` asks of each host, and the hosts that Ray gives.
+"""Places the processes of a run on hosts and GPUs, by the settings of `placement`.
 
-    host_demands(config)      the CPUs and GPUs that each host must offer, and the processes that run there
-    assign(demands, hosts)    a host for each demand, or an error that says what is missing
-    explain(config, hosts)    the placement as text, without reserving anything (`--dry-run`)
-    reserve(config)           reserves it: a Ray placement group that spreads over the hosts
-    decide_placement(...)     what depends on it: the weight transport, and the share of a GPU that servers get
+    host_demands        the CPUs and GPUs that each host must offer, and the processes that run there
+    assign              chooses a host for each demand; the error says what is missing
+    explain             the placement as text, without reserving anything (`--dry-run`)
+    reserve             reserves the resources: a Ray placement group over the hosts
+    decide_placement    the settings that depend on the placement, such as the weight transport
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDemand:
-    """The CPUs, GPUs and Ray resource that one host must offer, and the processes that run there."""
+    """A demand: the CPUs, GPUs and custom Ray resource that one host must offer, and the processes that run there."""
 
     gpus_of: Mapping[str, float]
     """The number of GPUs of each process. A learner rank and a server also take one CPU each, the buffer none."""
     sum_of_gpus: str = ""
-    """The number of GPUs as a sum over the kinds of process, as a text for messages."""
+    """The number of GPUs as a sum, for messages, such as `1 learner rank x 1 + 2 servers x 1`."""
     gpus: float = 0.0
     resource: str = ""
     paired: bool = False
@@ -62,9 +62,9 @@ class HostDemand:
         )
 
     def per_gpu(self) -> list[HostDemand]:
-        """Return one demand for each GPU, with the learner rank and the server that share it; [self] if none is shared.
+        """Split the demand into one for each GPU that a learner rank and a server share; [self] if none is shared.
 
-        Without that split, Ray would put two learner ranks of one bundle on the same GPU, which NCCL refuses.
+        Without the split, Ray would place two learner ranks on the same GPU, which NCCL refuses.
         """
         if not self.paired or self.gpus <= 1:
             return [self]
@@ -80,11 +80,13 @@ class HostDemand:
 
 
 def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
-    """Return the demand on each host: the learner's hosts first, then the servers' if these have hosts of their own.
+    """Return the demand on each host: first the learner's hosts, then the hosts that have only servers.
 
     Args:
-        gpus_there: number of GPUs of all hosts together. If placement.learner.gpus_per_node is not set, they are used
-            if each process can have its own, if pairs of processes share them, or if all processes share the only one.
+        gpus_there: number of GPUs of all hosts together. See `gpus_per_rank`.
+
+    Raises:
+        ConfigError: there are some GPUs, but too few for the processes.
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
@@ -109,9 +111,16 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
 
 
 def gpus_per_rank(config: Config, gpus_there: float) -> float:
-    """Return the number of GPUs, 1 or less, of each learner rank and of each of a server's tp ranks; 0 on the CPU.
+    """Return the GPUs of each learner rank, and of each of a server's tp ranks.
 
-    ConfigError: there are some GPUs, but too few for the processes.
+    Returns 1 if every rank has its own GPU, .5 if pairs share one (placement.colocated), less if all processes share
+    the only GPU, and 0 if there is none.
+
+    Args:
+        gpus_there: number of GPUs of all hosts together. Not checked if placement.learner.gpus_per_node is set.
+
+    Raises:
+        ConfigError: there are some GPUs, but too few for the processes.
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
@@ -136,7 +145,7 @@ def gpus_per_rank(config: Config, gpus_there: float) -> float:
 
 
 def gpus_of_servers(config: Config) -> int:
-    """Return the number of GPUs of the servers that the run starts: not of one that rollout.server_url names."""
+    """Return the number of GPUs of the servers that the run starts. A server at rollout.server_url does not count."""
     placement = config.placement
     of_policy = 0 if config.rollout.server_url else len(config.server_names) * placement.rollout.tp
     return of_policy + placement.judge.servers * placement.judge.tp
@@ -158,13 +167,13 @@ def _demand(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Hos
 
 
 def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
-    """Return a host for each demand, in the order of the demands; no host gets two.
+    """Return a different host for each demand, in the order of `wanted`.
 
-    Demands that fewer hosts meet choose first, and each takes a host that meets few others.
+    Demands that few hosts meet choose first, and each takes a host that meets few demands.
 
     Raises:
-        ConfigError: the hosts can't meet the demands; the message lists both. Or the run needs several hosts, and Ray
-            knows one that it needs by a name or an IPv6 address, where its processes would listen.
+        ConfigError: the hosts can't meet the demands. The message lists both. In a run over several hosts, a host that
+            Ray knows by a name or an IPv6 address does not count, because processes would listen at that address.
     """
     without_ipv4 = [
         host for host in hosts
@@ -211,13 +220,16 @@ def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:
 
 
 def _dealt(pools: Mapping[str, tuple[int, float]], nodes: int) -> list[dict[str, float]]:
-    """Deal servers like cards, each pool on from where the one before has ended: nodes differ by one server at most.
+    """Deal servers to nodes like cards, so that the numbers of servers of two nodes differ by at most one.
+
+    Each pool continues at the node where the pool before it ended. For example, 3 rollout servers and 1 evaluation
+    server on 2 nodes give rollout/0, rollout/1 to the first node, and rollout/2, eval/0 to the second.
 
     Args:
-        pools: [pool] (number of its servers, GPUs of each).
+        pools: (number of servers, GPUs of each server) of each pool, by its name.
 
     Returns:
-        [node] the GPUs of each of its servers. The servers of a pool have successive numbers.
+        For each node, the GPUs of its servers by process name. A node's servers of one pool have successive numbers.
     """
     result: list[dict[str, float]] = [{} for _ in range(nodes)]
     begun = 0
@@ -231,7 +243,7 @@ def _dealt(pools: Mapping[str, tuple[int, float]], nodes: int) -> list[dict[str,
 
 
 def compact(names: list[str]) -> str:
-    """Return a short text for the process names, such as `buffer, rollout/0..1, learner/0..7`."""
+    """Return process names as a short text, such as `buffer, rollout/0..1, learner/0..7`."""
     runs: dict[str, list[str]] = {}
     for name in names:
         kind, _, number = name.partition("/")
@@ -243,30 +255,32 @@ def compact(names: list[str]) -> str:
 
 
 def _named(host: Host) -> str:
-    """Return ", resources a, b", the names of the host's custom Ray resources, to end a message; "" if it has none."""
+    """Return the host's custom Ray resources, to end a message, such as ", resources a, b"; "" if it has none."""
     own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
     return f", resources {', '.join(own)}" if own else ""
 
 
 @dataclass(slots=True)
 class Reservation:
-    """A reserved Ray placement group, with the host and processes of each bundle (resources on one host)."""
+    """A reserved Ray placement group, which consists of bundles. A bundle is the resources of processes on one host."""
 
     group: Any
+    """The Ray placement group."""
     bundles: list[HostDemand]
+    """The demand that each bundle meets. Other fields refer to a bundle by its index here."""
     addresses: list[str]
     """The address of each bundle's host at the start of the run."""
     gpus: float = 0.0
-    """The number of GPUs of all hosts of the cluster for which `bundles` was made."""
+    """The number of GPUs of all hosts of the cluster at the start of the run."""
     nodes: Mapping[int, str] = field(default_factory=dict)
-    """[bundle] the ID of its host in Ray at the start of the run: one that joins anew has another, at any address."""
+    """The Ray node ID of each bundle's host at the start of the run. A host that joins again gets a new ID."""
     found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """[bundle] (ID, address) of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
+    """(node ID, address) of each bundle's host at the last `follow_moves`. Ray moves the bundles of a lost host."""
     without_host: Set[int] = frozenset()
-    """The bundles that had no host then."""
+    """The bundles that had no host at the last `follow_moves`."""
 
     def options(self, process: str) -> dict[str, Any]:
-        """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
+        """Return the Ray actor options that start `process` in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index = self._bundle_of(process)
@@ -279,18 +293,18 @@ class Reservation:
         return self.found[index][1] if index in self.found else self.addresses[index]
 
     def has_moved(self, process: str) -> bool:
-        """Whether Ray has moved a process to a host where nothing was checked when the run started."""
+        """Return whether Ray has moved a process to another host than at the start. That host may lack files."""
         index = self._bundle_of(process)
         return index in self.found and self.found[index][0] != self.nodes[index]
 
     def follow_moves(self) -> None:
-        """Ask Ray for the hosts of the bundles; a bundle without a host counts at its last one until it has another."""
+        """Update `found` and `without_host` from Ray. A bundle without a host keeps its last host in `found`."""
         hosts = _hosts(self.group)
         self.found = {**self.found, **hosts}
         self.without_host = set(range(len(self.bundles))) - hosts.keys()
 
     def why_no_host(self, process: str) -> str:
-        """Return what a process wants of a host, as a sentence, if Ray had none for it when last asked; else ""."""
+        """Return a sentence that says why `process` has no host; "" if it had one at the last `follow_moves`."""
         index = self._bundle_of(process)
         if index not in self.without_host:
             return ""
@@ -304,9 +318,12 @@ class Reservation:
 
 
 def reserve(config: Config, signals: StopSignals) -> Reservation:
-    """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation.
+    """Wait until Ray has reserved the resources of the run on each host, and return the reservation.
 
-    ConfigError: the hosts do not have so much. WaitTimeoutError: it is not free within timeouts.startup_s.
+    Raises:
+        ConfigError: the hosts do not have the resources.
+        WaitTimeoutError: the resources were not free within timeouts.startup_s.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM.
     """
     import ray
     from ray.util import placement_group
@@ -333,7 +350,11 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
 
 
 def _hosts(group: Any) -> dict[int, tuple[str, str]]:
-    """Return {bundle: (ID, address) of its host} of a Ray placement group, without bundles that have no host."""
+    """Return (node ID, address) of the host of each bundle. Bundles without a host are left out.
+
+    Args:
+        group: the Ray placement group.
+    """
     import ray
     from ray.util import placement_group_table
 
@@ -345,10 +366,14 @@ def _hosts(group: Any) -> dict[int, tuple[str, str]]:
 def ray_bundles(
     wanted: Sequence[HostDemand], hosts: Sequence[Host]
 ) -> tuple[list[HostDemand], list[dict[str, float]], str]:
-    """Return what the Ray placement group consists of: (demand of each bundle, its Ray resources, placement strategy).
+    """Return the bundles of the Ray placement group: (demand of each bundle, Ray resources of each, Ray's strategy).
 
-    Ray chooses the hosts itself. But if learner ranks and servers share GPUs in pairs on several hosts, each pair is a
-    bundle. As Ray can't be told which bundles belong on one host, each is then tied to its host in `hosts`.
+    Usually each demand is a bundle, and Ray chooses the hosts. The exception is a run over several hosts where learner
+    ranks and servers share GPUs in pairs. There each pair is a bundle, and tied to its host, because Ray can't be told
+    which bundles belong on one host.
+
+    Args:
+        hosts: the host that `assign` chose for each demand.
     """
     parts = [(part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()]
     wants = [{"CPU": float(part.cpus), "GPU": part.gpus, part.resource: 0.001} for part, _ in parts]
@@ -361,8 +386,13 @@ def ray_bundles(
 
 
 def decide_placement(config: Config, reservation: Reservation) -> Decided:
-    """Return what depends on the placement: the weight transport in place of `auto`, and for servers that share a GPU
-    their part of rollout.gpu_memory_utilization.
+    """Return the settings that depend on the placement.
+
+        weight_sync.transport             the transport that replaces `auto`
+        rollout.gpu_memory_utilization    if servers share a GPU: the share of each
+
+    Raises:
+        ConfigError: a setting, such as the weight transport, can't work in this placement.
     """
     parts, decided = reservation.bundles, dict[str, Any]()
     if (servers := servers_per_gpu(parts)) > 1:
@@ -383,7 +413,7 @@ def decide_placement(config: Config, reservation: Reservation) -> Decided:
 
 
 def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
-    """Return how many of the servers that the run starts share a GPU; 1: none does."""
+    """Return the number of servers that share a GPU; 1 if none does."""
     shared = [part.gpus_of for part in parts if part.gpus <= 1]
     pools = ("rollout", "eval", "judge")
     counts = [sum(n.startswith(pools) and gpus > 0 for n, gpus in gpus_of.items()) for gpus_of in shared]
@@ -391,8 +421,10 @@ def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
 
 
 def check_sharing(config: Config, parts: Sequence[HostDemand]) -> None:
-    """Raise ConfigError if the placement lacks what the weight transport needs: GPUs at all, a learner rank on each
-    server's GPU, or a GPU of its own for each process.
+    """Check that the placement has what the weight transport needs.
+
+    Raises:
+        ConfigError: the placement lacks GPUs, a learner rank on each server's GPU, or a separate GPU for each process.
     """
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
     if entry is None:
@@ -412,7 +444,7 @@ def check_sharing(config: Config, parts: Sequence[HostDemand]) -> None:
 
 
 def _working_transports(config: Config, parts: Sequence[HostDemand]) -> list[str]:
-    """Return the names of the transports that work in this placement; the first is the choice of auto."""
+    """Return the names of the transports that work in this placement. `auto` chooses the first one."""
     shares, is_known = _shares(parts), not config.rollout.server_url  # whether it is known on which GPU the server is
     return working_transports(
         config.engine_entries.values(), "cuda" if any(shares) else "cpu", own_gpus=is_known and min(shares) >= 1,
@@ -421,12 +453,12 @@ def _working_transports(config: Config, parts: Sequence[HostDemand]) -> list[str
 
 
 def _shares(parts: Sequence[HostDemand]) -> set[float]:
-    """Return the numbers of GPUs that learner ranks and servers have; below 1 is a part of one."""
+    """Return the different numbers of GPUs that learner ranks and servers have. Below 1 it is a share of a GPU."""
     return {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
 
 
 def _servers_have_ranks(config: Config, parts: Sequence[HostDemand]) -> bool:
-    """Whether each server has a learner rank on its GPU, or on its host without GPUs, as cuda_ipc needs it."""
+    """Return whether each server has a learner rank on its GPU (or on its host without GPUs). cuda_ipc needs that."""
     placement = config.placement
     if placement.colocated:
         return placement.num_nodes == 1 and len(placement.ranks_of_servers) == placement.rollout.servers
@@ -447,9 +479,12 @@ def ray_hosts() -> list[Host]:
 
 
 def find_hosts(config: Config) -> list[Host]:
-    """Return the hosts that the run would use: this one, or all of the Ray cluster that it would join.
+    """Return the hosts that the run could use: this host, or all hosts of the Ray cluster that it would join.
 
-    The list is empty if there is no cluster and RAY_ADDRESS is not set.
+    If a cluster is needed but not found, the list is empty.
+
+    Raises:
+        NoClusterError: RAY_ADDRESS is set, but no cluster is found there.
     """
     if runs_here(config):
         return [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
@@ -463,10 +498,12 @@ def find_hosts(config: Config) -> list[Host]:
 
 
 def explain(config: Config, hosts: Sequence[Host]) -> list[str]:
-    """Return the placement on `hosts` as text, one line for each, without starting a process. If there are none, the
-    lines say only what hosts must offer.
+    """Return the placement as text, one line for each host, without starting a process.
 
-    ConfigError: they have too few resources.
+    If `hosts` is empty, the lines say what hosts must offer.
+
+    Raises:
+        ConfigError: the hosts have too few resources.
     """
     if not hosts:
         return [
@@ -478,7 +515,7 @@ def explain(config: Config, hosts: Sequence[Host]) -> list[str]:
 
 
 def runs_here(config: Config) -> bool:
-    """Whether every process of the run will be on this host: placement.num_nodes is 1 and RAY_ADDRESS is not set."""
+    """Return whether all processes run on this host: placement.num_nodes is 1 and RAY_ADDRESS is not set."""
     return config.placement.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
 
 

@@ -1,4 +1,4 @@
-"""The connection to Ray: to the cluster that is there, or to a Ray that is started on this host for one run."""
+"""Connects the driver to Ray: to a cluster that runs already, or to a Ray that is started for this run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 
 
 class NoClusterError(ConfigError):
-    """No Ray cluster was found at the address of RAY_ADDRESS or, in a run over several hosts, on this host."""
+    """There is no Ray cluster at RAY_ADDRESS or, if that is not set, on this host."""
 
 
 @contextlib.contextmanager
 def open_ray(config: Config) -> Iterator[None]:
-    """Connect to Ray within the body: to the cluster that RAY_ADDRESS names, to this host's cluster if the run spans
-    hosts, else to a Ray that is started on this machine for this process alone.
+    """A context manager that connects this process to Ray. It disconnects at the end of the block.
+
+        RAY_ADDRESS is set             the cluster at this address
+        placement.num_nodes above 1    the cluster that this host has joined
+        otherwise                      a Ray that is started on this host, for this process alone
+
+    Raises:
+        NoClusterError: there is no cluster to join.
+        ConfigError: this process is connected to Ray already, or the cluster refuses it.
+        WaitTimeoutError: Ray did not start on this host.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves a run on a host with other work
@@ -55,10 +63,10 @@ def open_ray(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Give a Ray that is started in the body its own token, unless the user has set one.
+    """A context manager that gives a Ray started in the block its own token, unless the user has set a token.
 
     Otherwise Ray would write a token into the home folder, and a later `ray start --head` would ask for it. After the
-    body RAY_AUTH_MODE and RAY_AUTH_TOKEN are as before, and Ray reads them again.
+    block RAY_AUTH_MODE and RAY_AUTH_TOKEN are restored, and Ray reads them again.
     """
     of_ray: Any = importlib.import_module("ray._raylet")
     loader = of_ray.AuthenticationTokenLoader.instance()
@@ -158,7 +166,7 @@ def _without_address(config: Config) -> str:
 
 @contextlib.contextmanager
 def ray_messages_in(file: Path) -> Iterator[None]:
-    """In the body, append Ray's messages to the driver to `file`, such as a page of text about each killed process.
+    """A context manager that appends Ray's messages to `file`. For example, Ray writes a page about a killed process.
 
     Otherwise Ray would print them, even with log_to_driver off. The driver reports the events itself.
     """
@@ -177,5 +185,5 @@ def ray_messages_in(file: Path) -> Iterator[None]:
 
 
 def hides_gpus() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process, in one of the three ways in use."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs from this process: it is empty, -1 or NoDevFiles."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")

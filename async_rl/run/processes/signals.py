@@ -1,4 +1,4 @@
-"""Ends a run early, or has it save: Ctrl-C and SIGTERM (StopSignals), and the program that started it (RunControl)."""
+"""Defines StopSignals, which handles Ctrl-C and SIGTERM, and RunControl, with which a program ends or saves a run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 STOPPING = b"interrupted: ending as soon as this stage is done. Again to end at once\n"
 StepListener = Callable[[int, dict[str, float]], None]
-"""Called with the version and the metrics of each step that is logged, in the driver: it must return at once."""
+"""A function that the driver calls with the version and metrics of each logged step. It must return quickly."""
 
 
 class StopSignals:
-    """A context where Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
+    """A context manager in which Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
 
     Within `deferred` the first signal only sets `requested`, because Python loses an exception that a signal raises in
-    a destructor, a callback or an import lock. The second one raises and sets `at_once`; later signals are ignored, so
-    that they do not cut the clean-up short.
+    a destructor, a callback or an import lock. The second signal always raises, and sets `at_once`. Later signals are
+    ignored, so that the clean-up can finish.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.is_heeded = False
-        """Whether training has ended for the request, or without one: `check` does not raise any more."""
+        """Whether training has ended. From then on `check` raises nothing."""
         self._count = 0
         self._on_request: Callable[[], object] | None = None
 
@@ -39,7 +39,9 @@ class StopSignals:
         return self
 
     def install(self) -> dict[signal.Signals, Any]:
-        """Install the handlers, again after ray.init has replaced them; return {signal: the handler before}."""
+        """Install the handlers, and return the earlier handlers by signal. Call it again after ray.init, which replaces
+        the handlers. Outside the main thread it does nothing.
+        """
         before: dict[signal.Signals, Any] = {}
         with contextlib.suppress(ValueError):  # outside the main thread only the caller can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,7 +54,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self, on_request: Callable[[], object] = lambda: os.write(2, STOPPING)) -> Iterator[None]:
-        """In the `with` block the first signal calls `on_request`, by default printing STOPPING; nothing is raised."""
+        """A context manager in which the first signal raises nothing, and calls `on_request` (default: print STOPPING).
+        """
         before, self._on_request = self._on_request, on_request
         try:
             yield
@@ -60,14 +63,15 @@ class StopSignals:
             self._on_request = before
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come before training ended; called between stages of start-up."""
+        """Raise KeyboardInterrupt if an end is requested and training has not ended. Call between stages of the start.
+        """
         if self.requested and not self.is_heeded:
             raise KeyboardInterrupt
 
     def request(self) -> None:
-        """Ask for the end of the run as a first signal does, from any thread; nothing is raised here.
+        """Request the end of the run as a first signal does, but raise nothing. Thread-safe.
 
-        Only signals count: the run still ends with its step after one of them, before or after the request.
+        The request does not count as a signal: a first signal after it still does not end the run immediately.
         """
         if not self.requested:
             self.requested = True
@@ -87,25 +91,31 @@ class StopSignals:
 
 
 class RunControl:
-    """Passes the requests of a program to the learner, from any thread. Those before its start wait for it; those after
-    the end of the run do nothing. If the run goes on with another learner, after a rollback, an end holds there too.
+    """Sends the requests of a program to the learner: to end the run, or to save a checkpoint. Thread-safe.
+
+    A request before the learner's start waits for it. A request after the end of the run has no effect. After a
+    rollback, a new learner gets an earlier request to end.
 
     Args:
-        on_step: told of each step when it is logged, together with the evaluations that ended since the one before.
+        on_step: called for each logged step. The metrics include the evaluations that ended since the previous step.
     """
 
     def __init__(self, on_step: StepListener = lambda version, metrics: None) -> None:
         self.on_step = on_step
         self.run_dir: Path | None = None
-        """The directory of the run, once it has one."""
+        """The run directory; None before it is made."""
         self._lock = threading.Lock()
         self._learner: Any = None
         self._end_reason = ""
-        """The reason for which the program has ended the run; empty if it has not."""
+        """Why the program has ended the run; empty if it has not."""
         self._save_waits = False
 
     def connect(self, learner: Any) -> None:
-        """Send all requests, earlier and later ones, to this actor, the learner's rank 0."""
+        """Send earlier and later requests to an actor.
+
+        Args:
+            learner: the actor of learner rank 0.
+        """
         with self._lock:
             self._learner, reason = learner, self._end_reason
             save_waits, self._save_waits = self._save_waits, False
@@ -115,20 +125,23 @@ class RunControl:
             learner.save.remote()
 
     def disconnect(self) -> None:
-        """Ask this learner for nothing more. If the run goes on with another one, what is asked for until then waits.
-        """
+        """Send no further requests to this learner. Later requests wait for the next `connect`."""
         with self._lock:
             self._learner = None
 
     def end(self, reason: str) -> None:
-        """Have the run end after its step as if run.steps were reached; `reason` stands in the log and the summary."""
+        """Have the run end after the current step, as if run.steps were reached.
+
+        Args:
+            reason: why the run ends, for the log and the summary. The reason of the first call is kept.
+        """
         with self._lock:
             self._end_reason, learner = self._end_reason or reason, self._learner
         if learner is not None:
             learner.end.remote(reason)
 
     def save(self) -> None:
-        """Have a checkpoint written after the step."""
+        """Have a checkpoint written after the current step."""
         with self._lock:
             learner, self._save_waits = self._learner, self._learner is None
         if learner is not None:

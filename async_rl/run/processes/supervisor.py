@@ -1,13 +1,13 @@
 """The driver's main loop: `Supervisor.train` reads the reports of all processes, and restarts those that die.
 
-One asyncio task follows each process, one asks all for their status and finds those that hang (watchdog.py).
+One asyncio task follows each process. One more task finds processes that hang (watchdog.py).
 
     event                                       the driver's action
     a server or its worker dies                 restarts both, see Supervisor._restart
-    a judge's server dies                       starts it again at its address; verdicts wait for it
+    a judge server dies                         restarts it at its old address; workers wait for its verdicts
     a weight push drops a server                restarts the server and its worker
     the buffer's process dies                   starts a new one from the journal; without a journal the run ends
-    a learner rank fails or dies                ends the run with one error that names it, its host and its last log
+    a learner rank fails or dies                ends the run; the error shows the rank, its host and the end of its log
     a process does not answer                   treats it as dead after timeouts.silent_s; a buffer with a journal
                                                 already after timeouts.buffer_s / 3
     a process waits longer than its limit       treats it as dead
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from async_rl.run.watch.run_watch import RunWatch
 
 SMALLER = 0.9
-"""A server that comes back with less than this share of its first KV cache is logged."""
+"""If a restarted server has less than this share of its first KV cache, the driver logs it."""
 GRACE_S = 3.0
-"""Time to wait after a learner rank fails: if a peer's death is the cause, that is known by then and ends the run."""
+"""Seconds to wait after a learner rank fails. If a peer's death is the cause, that error ends the run meanwhile."""
 
 
 class ServerLostError(Exception):
-    """A server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
+    """A server is lost and may be restarted. `args[0]` is the AsyncRLError that says why."""
 
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
-"""A function that replaces a buffer which was killed; it gets the error of the death, and raises it if it can't."""
+"""A function that starts a new buffer after a death. It gets the error of the death, and raises it if it can't."""
 
 
 class Supervisor:
-    """Collects the reports of all processes until training ends, and restarts servers and buffers that die."""
+    """Follows all processes until training ends: logs their reports, and restarts servers and buffers that die."""
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
         self._config = config
@@ -60,22 +60,22 @@ class Supervisor:
         self._log = log
         self._servers = {*config.server_names, *config.judge_names}
         self._lives: dict[str, asyncio.Task[None]] = {}
-        """The driver's work with each process, which lasts until the process ends or is declared lost."""
+        """The task that follows each process. It ends when the process ends or is declared lost."""
         self._reasons: dict[str, AsyncRLError] = {}
-        """The reason why a process was declared lost, until its `_until_lost` raises it."""
+        """Why a process was declared lost, until its `_until_lost` raises the error."""
         self._running: set[str] = set()
-        """The servers that work; the others are being restarted."""
+        """The servers that work. The others are being restarted."""
         self._urls: dict[str, str] = {}
-        """The URLs of the servers that were restarted."""
+        """The URLs of restarted servers."""
         self._restarts = RestartLimit(config)
         self._first_kv_tokens: dict[str, int] = {}
-        """The room in the KV cache of each server at its first start."""
+        """The number of tokens that fitted into each server's KV cache at its first start."""
         self._streams: dict[str, Any] = {}
-        """The stream of reports of each process; Ray ends a stream that nobody refers to."""
+        """The stream of reports of each process, kept because Ray ends a stream without a reference."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
         self.watch: RunWatch | None = None
-        """Acts on trouble. None: the watcher only warns, and there is no pause or rollback that a resume continues."""
+        """Takes watch.action at alarms; None: the watcher only warns, and the run is not resumed."""
         if config.watch.acts or config.run.resume:
             from async_rl.run.watch.run_watch import RunWatch
 
@@ -84,10 +84,17 @@ class Supervisor:
     def train(
         self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
     ) -> None:
-        """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error.
+        """Supervise the processes until all learner ranks have ended and all steps are logged.
+
+        Call it once, when the processes have been started and connected.
 
         Args:
-            judge_urls: [name] the address of each of the judge's servers, at which it is also started again.
+            revive_buffer: starts a new buffer after a death.
+            judge_urls: the URL of each judge server by process name. A restarted judge server keeps its URL.
+
+        Raises:
+            AsyncRLError: the first error that ends the run.
+            KeyboardInterrupt: the learner did not end within timeouts.interrupt_s of Ctrl-C, or after a second signal.
         """
         self._buffer_address, self._revive_buffer, self._judge_urls = buffer_address, revive_buffer, judge_urls
         try:
@@ -102,7 +109,7 @@ class Supervisor:
         self._learning = {name for name in names if name.startswith("learner")}
         self._buffer: ActorHandle | None = self._processes.actors["buffer"]
         self._changed = Change()
-        """Notified when a report was logged, a server was lost, or a new buffer runs."""
+        """Notified when a report is logged, a server is lost, or a new buffer runs."""
         for name in names:
             self.watchdog.begin(name)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -131,7 +138,11 @@ class Supervisor:
         return sorted(name for name in self._running if name.startswith("rollout"))
 
     async def _follow_learner(self, name: str) -> None:
-        """Log the reports of a learner rank until it has finished. If it fails, raise the error that ends the run."""
+        """Log the reports of a learner rank until it has finished.
+
+        Raises:
+            AsyncRLError: the rank failed. The error ends the run.
+        """
         try:
             await self._until_lost(name, self._read_reports(name))
         except AsyncRLError as error:
@@ -141,7 +152,10 @@ class Supervisor:
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Follow a server from life to life: log its reports, and start it again when it is lost, if that is allowed.
+        """Log a server's reports, and restart the server whenever it is lost.
+
+        Raises:
+            AsyncRLError: the server must not be restarted, see RestartLimit.count. The error ends the run.
         """
         gets_weights = name in self._config.server_names  # the judge's servers do not
         life = self._serve(name)
@@ -159,7 +173,11 @@ class Supervisor:
             life = self._restart(name) if gets_weights else self._restart_judge(name)
 
     async def _restart_judge(self, name: str) -> None:
-        """Start a lost server of the judge again, at its old address, which the workers know, and log its reports."""
+        """Restart a lost judge server at its old address, which the workers know, and log its reports until it is lost.
+
+        Raises:
+            ServerLostError: the server was lost again.
+        """
         from async_rl.run.processes.judge_actor import JudgeActor
 
         index, port = self._config.judge_names.index(name), urlsplit(self._judge_urls[name]).port
@@ -170,12 +188,15 @@ class Supervisor:
         await self._serve(name)
 
     async def _restart(self, name: str) -> None:
-        """Start a lost server again, wait until it has the learner's weights (a rollout server), and log its reports.
+        """Restart a lost server, and log its reports until it is lost. A rollout server first waits for new weights.
 
         If a process dies during the restart:
             this server     ServerLostError is raised, and `_keep_server` restarts the server once more
-            the buffer      `_abandon` asks the next one; `connect` only opens a socket, which reaches the next one too
+            the buffer      `_abandon` asks the next buffer; `connect` only opens a socket, which reaches that one too
             the learner     `_follow_learner` ends the run, which cancels the restart
+
+        Raises:
+            ServerLostError: the server was lost again.
         """
         timeouts, has_groups = self._config.timeouts, name.startswith("rollout")
         if has_groups:
@@ -199,10 +220,10 @@ class Supervisor:
 
     @asynccontextmanager
     async def _on_shared_gpu(self, name: str) -> AsyncIterator[None]:
-        """Let a lost server start between two steps, if servers and learner take turns on GPUs; else do nothing.
+        """A context manager in which a server that shares a GPU with the learner can start.
 
-        It waits for the end of the step and puts off the next one until the block ends, or until the server joins in
-        it: then the learner holds only the memory that it keeps. A step makes servers that joined release memory.
+        It waits for the end of the learner's step, so that the learner has released its memory. The next step waits
+        until the server has joined or the block ends. If servers and learner share no GPUs, it does nothing.
 
         Raises:
             AsyncRLError: the step did not end in time, or learner rank 0 has died.
@@ -225,9 +246,13 @@ class Supervisor:
         return Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
 
     async def _abandon(self, name: str) -> int:
-        """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count.
+        """Have the buffer fail the running groups of a lost server, and return their number.
 
-        From then on the buffer refuses what the dead server may still send.
+        Their prompts are granted again, and the buffer refuses further requests of the lost server. If the buffer dies
+        meanwhile, the next buffer is asked.
+
+        Raises:
+            AsyncRLError: no buffer answered in time.
         """
         timeouts, incarnation = self._config.timeouts, self._processes.starts[name] + 1
         restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
@@ -242,7 +267,12 @@ class Supervisor:
                     self._buffer = None
 
     async def _join(self, name: str, url: str) -> int:
-        """Wait until the learner has pushed its weights to a restarted server; returns their policy version."""
+        """Wait until the learner has pushed its weights to a restarted server, and return their policy version.
+
+        Raises:
+            ServerLostError: the push to the server failed.
+            AsyncRLError: the learner failed, or did not push in time.
+        """
         call: Any = self._processes.actors["learner/0"].join_server.remote(name, url)
         try:
             version: int = await self._processes.call("learner/0", call, self._push_limit, f"a push to {name}")
@@ -251,7 +281,11 @@ class Supervisor:
             raise ServerLostError(error) from None
 
     async def _serve(self, name: str) -> None:
-        """Run a server and log its reports until it is lost. Raises ServerLostError then."""
+        """Run a server, and log its reports until it is lost.
+
+        Raises:
+            ServerLostError: the server is lost.
+        """
         self._running.add(name)
         try:
             await self._compare_kv_room(name)
@@ -262,7 +296,7 @@ class Supervisor:
         raise ServerLostError(ProcessDiedError(f"{name} stopped by itself while the run was going on{log}"))
 
     async def _compare_kv_room(self, name: str) -> None:
-        """Note the room in a server's KV cache when it has started, and log if it is less than at its first start.
+        """Log if a restarted server has a much smaller KV cache than at its first start.
 
         Raises:
             AsyncRLError: the server did not answer.
@@ -285,7 +319,11 @@ class Supervisor:
             raise ServerLostError(error) from None
 
     async def _keep_buffer(self) -> None:
-        """Run the buffer; each time its process is killed, start a new one from the journal. Ends only by an error."""
+        """Run the buffer, and start a new one from the journal whenever its process is killed.
+
+        Raises:
+            AsyncRLError: the buffer failed, or can't be started again. The error ends the run.
+        """
         while True:
             try:
                 await self._until_lost("buffer", self._serve_buffer())
@@ -319,13 +357,21 @@ class Supervisor:
                 self._declare_lost(name, error)
 
     def act(self, *, at_end: bool = False) -> None:
-        """Show the alarms of the watcher in status.json, and act on trouble; `at_end`: the learner has ended."""
+        """Copy the watcher's alarms to the status, and take watch.action if there is new trouble.
+
+        Args:
+            at_end: whether the learner has ended.
+        """
         self.watchdog.alarms = self._log.watcher.sentence()
         if self.watch:
             self.watch.act(at_end=at_end)
 
     async def _end_on(self, stop: asyncio.Event) -> None:
-        """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
+        """Wait until Ctrl-C has set `stop`, then have the learner end with a checkpoint.
+
+        Raises:
+            KeyboardInterrupt: the learner did not end within timeouts.interrupt_s.
+        """
         await stop.wait()
         limit = self._config.timeouts.limit("interrupt_s")
         self._log.logger.note(
@@ -339,11 +385,14 @@ class Supervisor:
             raise KeyboardInterrupt(f"the learner did not end within {limit} of the interrupt")
 
     async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
-        """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.
+        """Wait until `life` ends, or until `_declare_lost` cancels it.
+
+        Args:
+            life: follows process `name`, for example reads its reports.
 
         Raises:
-            ServerLostError: `name` is a server that was declared lost.
-            AsyncRLError: the reason for which another process was declared lost, or an error of `life`.
+            ServerLostError: `name` is a server and was declared lost.
+            AsyncRLError: `life` failed, or `name` is no server and was declared lost.
         """
         task = self._lives[name] = asyncio.create_task(life)
         try:
@@ -354,13 +403,19 @@ class Supervisor:
             raise ServerLostError(reason) if name in self._servers else reason from None
 
     def _declare_lost(self, name: str, error: AsyncRLError) -> None:
-        """Treat a process as dead though no call to it failed: cancel its `life`; `_until_lost` then raises `error`."""
+        """Treat a process as dead, even if no call to it failed. Its `_until_lost` then raises `error`."""
         self._running.discard(name)
         if self._lives[name].cancel():
             self._reasons.setdefault(name, error)
 
     async def _read_reports(self, name: str) -> None:
-        """Log the reports of a process and act on learner/0's, until its `run` ends. `_watch` finds one that hangs."""
+        """Log the reports of a process until its `run` ends. Reports of learner/0 are also acted on.
+
+        There is no time limit: `_watch` finds a process that hangs.
+
+        Raises:
+            AsyncRLError: the process failed.
+        """
         run: Any = self._processes.actors[name].run
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):
@@ -395,13 +450,16 @@ class Supervisor:
         self._processes.kill(name)
 
     def end_restarts(self) -> list[str]:
-        """After training, kill the servers that are still being restarted; returns the rollout servers that work."""
+        """Kill the servers that are still being restarted, and return the rollout servers that work.
+
+        Call it after training.
+        """
         for name in [n for n in self._processes.actors if n in self._servers and n not in self._running]:
             self._remove_server(name)
         return self._rollouts
 
     def give_up(self, error: BaseException) -> None:
-        """Write into status.json that the run ends by `error`; if that is a timeout, all processes log their stacks."""
+        """Write into status.json that the run ends with `error`. After a timeout, all processes log their stacks."""
         if isinstance(error, WaitTimeoutError):
             asyncio.run(self._processes.dump_stacks())
         with suppress(OSError):  # e.g. a full disk, which may also be the cause of `error`
@@ -409,13 +467,19 @@ class Supervisor:
 
 
 class Change:
-    """A condition that tasks of one event loop wait for."""
+    """A condition variable for the driver's asyncio tasks."""
 
     def __init__(self) -> None:
         self._condition = asyncio.Condition()
 
     async def wait_until(self, is_met: Callable[[], bool], limit: Limit, what: str) -> None:
-        """Wait until `is_met` is true, which is asked after each `notify`; after `limit` for `what`, WaitTimeoutError.
+        """Wait until `is_met()` returns True. It is called again after each `notify`.
+
+        Args:
+            what: what the driver waits for, for the error.
+
+        Raises:
+            WaitTimeoutError: `is_met` was not true within `limit`.
         """
         try:
             async with asyncio.timeout(limit.seconds), self._condition:
@@ -436,10 +500,14 @@ class RestartLimit:
         self._deaths: Counter[str] = Counter()
 
     def count(self, name: str, error: AsyncRLError) -> None:
-        """Count a death of the server `name`. Raises `error`, its cause, if the server must not be restarted.
+        """Count a death of server `name`.
 
-        That is so if a restart can't help, or if it has died more than placement.rollout.max_restarts times since the
-        last step.
+        Args:
+            error: the cause of the death.
+
+        Raises:
+            AsyncRLError: `error`, if the server must not be restarted. Either a restart can't help, or the server has
+                died more than placement.rollout.max_restarts times since the last step.
         """
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts
@@ -451,5 +519,5 @@ class RestartLimit:
             raise type(error)(f"{error}{often if limit else ''}") from None
 
     def clear(self) -> None:
-        """Begin to count anew, after a step."""
+        """Reset the counts. Called after each step."""
         self._deaths.clear()

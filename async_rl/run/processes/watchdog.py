@@ -1,4 +1,4 @@
-"""The watchdog asks every process for its status every few seconds, and finds the processes that hang."""
+"""Defines Watchdog, which asks every process for its status every few seconds, and finds processes that hang."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from async_rl.run.processes.actor_group import ActorGroup
 
 WATCH_INTERVAL_S = 5.0
 ANSWER_S = 0.3
-"""The time for which `Watchdog.look` waits for answers; the next call takes in answers that come later."""
+"""Seconds that `Watchdog.look` waits for answers. Its next call reads later answers."""
 
 
 class Watchdog:
-    """Keeps the last status of each process and its time, and writes them to status.json for `async-rl status`."""
+    """Finds processes that hang, and writes the last status of each process to status.json, for `async-rl status`."""
 
     def __init__(self, config: Config, processes: ActorGroup) -> None:
         self._config = config
@@ -29,16 +29,19 @@ class Watchdog:
         self._statuses: dict[str, Status] = {}
         self._heard_s: dict[str, float] = {}
         self._starting: set[str] = set()
-        """The processes that have not answered yet: the wait for their start, or for a host, has a limit of its own."""
+        """The processes that have not answered yet. Their start has a time limit of its own."""
         self._questions: dict[str, asyncio.Task[Status | None]] = {}
         self.note = RUNNING
-        """The state of the whole run: that it runs, or why it is paused."""
+        """The state of the whole run: that it is running, or why it is paused."""
         self.alarms = ""
-        """The alarms of the run in words; empty: there was none."""
+        """The run's alarms as text; empty if there was none."""
 
     def begin(self, name: str, is_up: bool = True) -> None:
-        """Watch process `name`, which has just been started; count its silence from now on, or from its first answer if
-        it is not `is_up`.
+        """Watch process `name`. Call it when the process has been started.
+
+        Args:
+            is_up: whether the process can answer already. If so, its silence counts from now on, otherwise from its
+                first answer.
         """
         self.forget(name)
         self._heard_s[name] = time.monotonic()
@@ -46,7 +49,7 @@ class Watchdog:
             self._starting.add(name)
 
     def forget(self, name: str) -> None:
-        """Drop the last status of process `name`, which is gone, and the question put to it."""
+        """Forget process `name`, which is lost: its last status, and the question it has not answered."""
         self._statuses.pop(name, None)
         self._starting.discard(name)
         if question := self._questions.pop(name, None):
@@ -56,7 +59,7 @@ class Watchdog:
         """Sleep for WATCH_INTERVAL_S, ask every process for its status, and write status.json.
 
         Returns:
-            (name, error with the reason) of each process that hangs and counts as dead.
+            (name, error) of each process that hangs and counts as dead.
         """
         await asyncio.sleep(WATCH_INTERVAL_S)
         asked = set(self._questions)
@@ -79,7 +82,7 @@ class Watchdog:
         """Write the last status of every process to status.json.
 
         Args:
-            note: the state of the whole run: `running`, `paused` and why, or how it ended.
+            note: the state of the whole run: that it is running, why it is paused, or how it ended.
         """
         known = [
             self._processes.place(name, self._statuses[name])
@@ -91,7 +94,7 @@ class Watchdog:
         """Return (name, error) of each process in `unanswered` that has been silent for too long.
 
         Args:
-            unanswered: processes that an earlier `look` has asked: one asked just now may only seem silent.
+            unanswered: processes that have not answered the question of an earlier `look`.
         """
         found: list[tuple[str, AsyncRLError]] = []
         for name in sorted((unanswered & self._processes.actors.keys()) - self._starting):
@@ -110,7 +113,10 @@ class Watchdog:
         return found
 
     def _overdue(self) -> list[tuple[str, AsyncRLError]]:
-        """Return (name, WaitTimeoutError) of each process waiting silent_s beyond its limit, and forget its status."""
+        """Return (name, WaitTimeoutError) of each process that has waited for silent_s longer than its limit.
+
+        The statuses of these processes are forgotten.
+        """
         found: list[tuple[str, AsyncRLError]] = []
         for name, status in list(self._statuses.items()):
             waited_s = status.waited_s + time.monotonic() - self._heard_s[name]
@@ -126,7 +132,7 @@ class Watchdog:
 
 
 async def _answer(call: ObjectRef) -> Status | None:
-    """Wait for the status of a process; returns None if it is dead, which the supervisor's task for it sees too."""
+    """Wait for the status of a process, and return it; None if the process is dead, which the supervisor handles."""
     with suppress(ray.exceptions.RayError):
         status: Status = await call
         return status

@@ -11,6 +11,7 @@ alarm, the rate is below 3 / n with a confidence of 95 %.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import tempfile
 import zlib
@@ -60,6 +61,7 @@ def main() -> None:
     kinds = list(itertools.product(range(arguments.seeds), PRESETS, FAMILIES, DTYPES, RULES))
     for number, (seed, preset, family, dtype, rules) in enumerate(kinds, 1):
         broken = run_once(preset, family, dtype, rules, seed)
+        gc.collect()  # engine and learner refer to each other
         run = {"seed": seed, "preset": preset, "model": family, "dtype": dtype, "rules": rules, "broken": broken}
         found.append(run)
         print(f"{number} of {len(kinds)}: {preset}, {family}, {dtype}, {rules}: {broken or 'sound'}", flush=True)

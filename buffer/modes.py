@@ -183,7 +183,7 @@ class Drop(_ByDeadline):
 class Mask(_ByDeadline):
     """Policy of `staleness.on_late: mask`: the learner waits for no running group, and masks tokens that are too old.
 
-    So the newest token of a group decides on its deadline."""
+    A group is too old only when its newest token is."""
 
     def deadline(self, row: StoredGroup) -> int:
         return row.newest_version + self.rules.max_staleness

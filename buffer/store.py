@@ -163,7 +163,7 @@ class Store:
         """Choose the groups of batch `version` and return them, sorted by id; None if more groups must finish first.
 
         Returns immediately. The learner holds the batch until it calls `trained`; a repeated `take` returns the same
-        batch. The call also drops groups that are too old for this batch or for all later ones.
+        batch. The call also drops groups that are too old to be trained on at this or any later version.
 
         Raises WireError if `version` is not the number of batches trained so far, and StalenessError if a chosen group
         has missed its deadline.

@@ -119,7 +119,7 @@ exp(-20).
 
 
 def most_of_one_reward(prompts_per_step: int, epoch: int) -> int:
-    """Return how many groups in a row end the run if every answer of every group got the same reward.
+    """Return how many groups with one and the same reward for all answers must follow each other to end the run.
 
     If the policy can solve few prompts of a task, most groups have the same reward, and a few batches' worth of them in
     a row come by chance. So every prompt of an epoch has its turn first.

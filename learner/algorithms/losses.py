@@ -151,8 +151,9 @@ def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
 def dppo_kl_loss(x: LossInputs, settings: DppoKlSettings) -> LossOutput:
     """L = -keep r A, where keep is 1 or 0.
 
-    keep is 0 for a token that has moved from the centre in the direction of its advantage, with a binary KL
-    D_B(centre || learner) above `kl`.
+    r is the ratio of the learner's probability of a token over that of the centre, which is the behaviour or proximal
+    policy. keep is 0 for a token whose ratio has moved in the direction of its advantage until the binary KL
+    D_B(centre || learner) is above `kl`.
 
     Source: DPPO, arXiv 2602.04879, the variant with binary KL.
     """

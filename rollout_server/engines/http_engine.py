@@ -279,7 +279,7 @@ class OpenReply:
 
 
 def checked_sets(tokens: list[int], sets: list[list[int]]) -> list[npt.NDArray[np.int32]]:
-    """Check the server's support of each token, and return it with ids ascending.
+    """Check the ids that the server drew each token from (its support), and return them in ascending order.
 
     Raises:
         AsyncRLError: the number of sets differs from the number of tokens, or a set lacks its own token.

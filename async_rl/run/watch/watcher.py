@@ -231,7 +231,8 @@ class Watcher:
         return found
 
     def _add_gold(self, version: int, values: Values) -> dict[str, Measurement]:
-        """Add an evaluation with gold rewards. From the third one on, returns the measured fall and correlation."""
+        """Add an evaluation with gold rewards. From the third evaluation on, return what the rules `gold` and
+        `correlation` compare."""
         mean, squared, labels = values["eval/gold"], values["eval/gold_squared"], values["eval/gold_labels"]
         correlation = statistics.fmean(self._rule_correlations) if self._rule_correlations else math.nan
         self._rule_correlations = []

@@ -138,7 +138,11 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
 
 
 def _assert_case(code: str) -> Case:
-    """Return the test for code with asserts. They are evaluated outside if they can be split, else inside."""
+    """Return the test case for code with asserts.
+
+    An assert such as `f(2) == 4` is taken apart: the program computes f(2), and this process compares. If an assert
+    can't be taken apart, the program evaluates all of them.
+    """
     marker = secrets.token_hex(8)
     if taken := take_apart(code):
         keep = f"def {KEEP}(value): _results.append(_encode_result(value))"

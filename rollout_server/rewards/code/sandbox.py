@@ -325,7 +325,8 @@ _numbers = itertools.count(os.getpid() * 61)  # workers of one machine rarely us
 def _python() -> str:
     """Return the Python that runs programs: this process's, or /usr/bin/python3 where other users can't reach this one.
 
-    That matters only if root runs the worker. Programs start faster so: otherwise they would need a second bubblewrap.
+    Root starts programs as another user, who may have no access to this process's Python. A Python that this user can
+    read spares a second bubblewrap.
     """
     is_closed = os.getuid() == 0 and _closed_to_others(Path(sys.executable).resolve())
     return "/usr/bin/python3" if is_closed and os.path.exists("/usr/bin/python3") else sys.executable

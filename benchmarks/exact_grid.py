@@ -63,7 +63,8 @@ HELD_OUT = 128
 CUT = 3
 """In a cell of two versions, the token from which on the newest one samples."""
 NUMBERS = ("mean", "var", "abs", "k3", "ess", "new_abs")
-LAGS = (0, 8), (2,), (1, 4)
+ORDER = (((0, 8), ("TIS", "centering", "both")), ((2, 4, 1), ("TIS",)), ((2, 4, 1), ("centering", "both")))
+"""Lags and corrections of the cells that are trained first, next and last."""
 LR = 5e-4
 CORRECTIONS: dict[str, list[str]] = {
     "TIS": ["algorithm.correction.kind=token_tis"],
@@ -96,12 +97,10 @@ class ExactCell(NamedTuple):
 
 
 def cells(seeds: Sequence[int]) -> Iterator[ExactCell]:
-    """Yield the cells of the grid in an order that leaves it balanced when it is stopped."""
-    for lags in LAGS:
+    """Yield the cells of the grid, those that tell most first: it may be stopped at any time."""
+    for lags, corrections in ORDER:
         for seed, lag in itertools.product(seeds, lags):
-            for sampling, correction, routing in itertools.product(
-                SAMPLING, ("TIS", "centering", "both"), ("sampled", "ignore")
-            ):
+            for sampling, correction, routing in itertools.product(SAMPLING, corrections, ("sampled", "ignore")):
                 if correction == "TIS" or sampling != "0.9, no support":  # centering reads supports
                     yield ExactCell(seed, lag, sampling, correction, routing)
             if lag in (0, 8):
@@ -113,8 +112,10 @@ def cells(seeds: Sequence[int]) -> Iterator[ExactCell]:
 
 
 def collapse_cells(seeds: Sequence[int]) -> Iterator[ExactCell]:
-    for seed, lr, correction in itertools.product(seeds, (LR, 1e-3, 2e-3), ("none", "TIS", "coupled")):
-        yield ExactCell(seed, 1, "1", correction, "ignore", lr=lr)
+    """Yield cells at lag 1 with larger steps, and without correction at lag 0."""
+    for seed, lr in itertools.product(seeds, (2 * LR, 4 * LR)):
+        for lag, correction in ((1, "none"), (1, "TIS"), (1, "coupled"), (0, "none")):
+            yield ExactCell(seed, lag, "1", correction, "ignore", lr=lr)
 
 
 def warm_model() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -39,8 +40,11 @@ class Processes:
 
     def __init__(self) -> None:
         self.gathered: list[list[str]] = []
+        self.starts = Counter[str]()
 
     def start(self, name: str, *_: Any, **__: Any) -> Any:
+        self.starts[name] += 1
+
         class Remote:
             def __getattr__(self, _: str) -> Any:
                 return self

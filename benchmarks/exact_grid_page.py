@@ -139,10 +139,10 @@ The first takes 20 processor seconds a cell, and continues where it was stopped.
 COMMANDS = """python -m benchmarks.exact_grid train --seeds 0,1
 python -m benchmarks.exact_grid collapse --seeds 0,1 --steps 24 --every 4 --out benchmarks/results/exact_collapse
 python -m benchmarks.exact_ratios versions
-python -m benchmarks.exact_ratios lags --engine hf
-python -m benchmarks.exact_ratios lags --engine sglang
-python -m benchmarks.exact_ratios rules --engine hf --dtypes bfloat16
-python -m benchmarks.exact_ratios rules --engine sglang --dtypes bfloat16
+python -m benchmarks.exact_ratios lags --engine hf --prompts 200
+python -m benchmarks.exact_ratios lags --engine sglang --prompts 200
+python -m benchmarks.exact_ratios rules --engine hf --dtypes bfloat16 --prompts 200
+python -m benchmarks.exact_ratios rules --engine sglang --dtypes bfloat16 --prompts 200
 python -m benchmarks.exact_grid_page"""
 
 

@@ -180,7 +180,7 @@ def describe_servers(workload: Workload, bound: Bound, knows_load: bool) -> str:
             as `workload` assumes for one run, to an engine with room for more.
     """
     now = simulate(workload, bound.max, SIMULATED_STEPS, depth=bound.depth).in_flight * workload.concurrency
-    per_server, group_s = workload.concurrency // workload.servers, workload.group_s(now)
+    per_server, group_s = max(1, workload.concurrency // workload.servers), workload.group_s(now)
     engines = [workload]
     if not knows_load:
         engines.append(dataclasses.replace(workload, group_mean_s=group_s, load_s=0.0))

@@ -171,7 +171,7 @@ def train_once(
 
     Args:
         loaded: the user's configuration. Every process gets it, together with the decided settings.
-        decided: settings that the driver has decided so far. They replace those of `loaded`.
+        decided: settings that the driver has decided so far. They replace the settings of `loaded`.
         cautions: the warnings of the checks before the start, for the log.
     """
     config = resolve(loaded, decided)

@@ -171,7 +171,7 @@ class Support:
     """
 
     ids: IntArray
-    """The ids of the first token, ascending, then those of the second, and so on."""
+    """The ids of the first token, ascending, then the ids of the second, and so on."""
     offsets: npt.NDArray[np.int64]
     """[T + 1] Token t has the ids offsets[t]..offsets[t + 1] - 1; the first offset is 0."""
     logprobs: FloatArray | None = None

@@ -151,7 +151,7 @@ def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
 def dppo_kl_loss(x: LossInputs, settings: DppoKlSettings) -> LossOutput:
     """L = -keep r A, where keep is 1 or 0.
 
-    r is the ratio of the learner's probability of a token over that of the centre, which is the behaviour or proximal
+    r is the learner's probability of a token over the probability by the centre, which is the behaviour or proximal
     policy. keep is 0 for a token whose ratio has moved in the direction of its advantage until the binary KL
     D_B(centre || learner) is above `kl`.
 

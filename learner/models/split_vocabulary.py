@@ -302,7 +302,7 @@ def _sent(states: Tensor, owner: int, indices: Tensor, part: slice, ranks: Devic
 
     Args:
         indices: the chunk's tokens among all N.
-        part: the chunk's tokens among those of the owner.
+        part: the chunk's tokens among the owner's tokens.
     """
     is_own = owner == ranks.get_local_rank()
     sent = states[part].contiguous() if is_own else states.new_empty(len(indices), states.shape[1])

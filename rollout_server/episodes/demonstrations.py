@@ -45,8 +45,8 @@ _conversation: ContextVar[Sequence[Message]] = ContextVar("conversation")
 class Demonstrator:
     """Plays the episodes of a task with replies of `sft.oracle`. `async-rl sft` trains the model on these episodes.
 
-    The environment, agent and tools are those of RL training. An agent in a separate process writes its output to a
-    file next to the model, for example runs/a/model.agent.log.
+    The environment, agent and tools are the same as in RL training. An agent in a separate process writes its output to
+    a file next to the model, for example runs/a/model.agent.log.
 
     Args:
         tokenizer: the tokenizer of sft.base.

@@ -70,7 +70,7 @@ class Episode:
     traceback: str = ""
     """The traceback of the environment's or the agent's error."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics with the keys `EPISODE_METRICS`, and those of the environment as `env/<name>`. Empty for a question."""
+    """Metrics with the keys `EPISODE_METRICS`, and the environment's metrics as `env/<name>`. Empty for a question."""
     messages: tuple[Message, ...] = ()
     """The conversation that the model saw last, with its last reply."""
     rewards: dict[str, float] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class VerdictCache:
         return _digest(identity.hex(), asked, answer)
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, RewardResult]:
-        """Return the cached verdicts for those of `keys` that have one."""
+        """Return the cached verdicts by key, without the keys that have none."""
         marks = ", ".join("?" * len(keys))
         found = self._execute(f"SELECT key, score, metrics FROM verdicts WHERE key IN ({marks})", [tuple(keys)])
         return {key: RewardResult(score, json.loads(metrics)) for key, score, metrics in found}

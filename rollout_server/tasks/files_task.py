@@ -280,7 +280,7 @@ def find_columns(names: Sequence[str], named: NamedColumns, where: str) -> Colum
 
 
 def media_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return those of the columns `names` that contain images, videos or sounds."""
+    """Return the names of the columns, of `names`, that contain images, videos or sounds."""
     may_be = (*MEDIA, "image", "video", "audio")
     return [name for name in may_be if name in names and not all(isinstance(row.get(name), str | None) for row in rows)]
 

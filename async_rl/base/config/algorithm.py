@@ -285,7 +285,7 @@ class AlgorithmConfig:
         return self._load(self.loss_entry, f"algorithm.loss {self.loss}")
 
     def load_correction(self, entry: Correction) -> Callable[..., Any]:
-        """Import the function of a correction: that of `correction.kind`, or of the kind to which auto is resolved."""
+        """Import the function of `correction.kind`, where auto stands for the kind that it is resolved to."""
         return self._load(entry, f"algorithm.correction.kind {self.correction.kind}")
 
     def _load(self, entry: Advantage | Loss | Correction, part: str) -> Callable[..., Any]:

@@ -159,7 +159,7 @@ class TaskConfig:
 
     @property
     def named_rewards(self) -> tuple[RewardConfig, ...]:
-        """The rewards to call, each with a name: those of `rewards`, or only `reward`."""
+        """The rewards to call, each with a name: `rewards`, or only `reward`."""
         alone = () if self.gives_rewards else (RewardConfig(reward=self.reward),)
         return tuple(replace(each, name=each.name or each.short_name) for each in self.rewards or alone)
 
@@ -172,7 +172,7 @@ class TaskConfig:
 class Sampling(NamedTuple):
     """The sampling settings: a temperature, and top_p, top_k and min_p, which leave improbable tokens out.
 
-    The fields are called as those of GenerationRequest.
+    The fields have the same names as in GenerationRequest.
     """
 
     temperature: float

@@ -146,7 +146,7 @@ class GroupColumns(NamedTuple):
         return [rewards[first] for first in itertools.accumulate(self.episodes["rows"][:-1], initial=0)]
 
     def oldest_versions(self) -> list[int]:
-        """Return the lowest version of a trained token in each row, that of its first trained token."""
+        """Return the lowest version of a trained token in each row. Its first trained token has it."""
         firsts = self.starts
         if self.trained_tokens != self.lengths:
             masks = np.split(self.rows["mask"], firsts[1:])

@@ -48,7 +48,7 @@ class StepLogRatios(NamedTuple):
 
 
 class RowLogRatios(NamedTuple):
-    """The log ratios of one row of T tokens. The fields are those of the file."""
+    """The log ratios of one row of T tokens, with the fields of the file."""
 
     proximal: Float16Array  # [T]
     learner: Float16Array | None  # [T]

@@ -110,7 +110,7 @@ def config_text(config: Config) -> str:
 
 
 def remove_marker(run_dir: Path) -> None:
-    """Remove the files that mark a directory as that of a resume before its first step."""
+    """Remove the files that mark a directory as resumed and still without a step."""
     for name in (RESUMING, NEW_CONFIG):
         (run_dir / name).unlink(missing_ok=True)
 

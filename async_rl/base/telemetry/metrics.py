@@ -55,7 +55,7 @@ class Declaration:
 class Metric:
     """One measured value, with the declaration of its metric.
 
-    Several values with one key are combined: those of a step by `reduce`, those of several steps by `over_steps`.
+    Values with one key are combined: within a step by `reduce`, over several steps by `over_steps`.
     """
 
     key: str

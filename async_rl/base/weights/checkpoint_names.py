@@ -1,4 +1,4 @@
-"""Converts weights between transformers' names and those of model folders, which servers load; writes their files.
+"""Converts weights between transformers' names and the names in model folders, which servers load; writes their files.
 
 Transformers stores some weights in another form than model folders: for example, all experts of a mixture-of-experts
 layer are one tensor `mlp.experts.gate_up_proj`, while folders have `mlp.experts.0.gate_proj.weight` and so on. Servers

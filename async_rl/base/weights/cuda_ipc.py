@@ -52,7 +52,7 @@ class CudaIpcTransport(BucketTransport):
         super().__init__(config, members, rank, device)
         placement = config.placement
         self._rank_of = placement.ranks_of_servers
-        """For each server, by name: the rank whose buckets it reads. Servers without an entry read those of rank 0."""
+        """For each server, by name: the rank whose buckets it reads. Servers without an entry read rank 0's buckets."""
         ranks = placement.learner.ranks
         self._signals = RankSignals(rank, ranks, members.limit) if any(self._rank_of.values()) else None
         """The messages between the ranks that send; None if rank 0 alone sends."""

@@ -173,7 +173,7 @@ class WeightPublisher:
                 With weight_sync.lora adapter they are parcels (parcels.py).
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
                 tensors must be finite.
-            compares: compare the sums of each server's weights with those of the tensors. A server whose sums differ,
+            compares: compare the sums of each server's weights with the tensors' sums. A server whose sums differ,
                 although they were equal in the first comparison, is lost. If false, only servers that have joined since
                 the last comparison are compared.
 

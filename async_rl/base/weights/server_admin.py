@@ -67,7 +67,7 @@ class ServerAdmin(Protocol):
         """Resume sampling after `pause`, with the weights and the version of the last complete update."""
 
     def begin_update(self) -> None:
-        """Prepare to receive weights. Those of an earlier, incomplete update are dropped."""
+        """Prepare to receive weights. Drop the weights of an earlier, incomplete update."""
 
     def end_update(self) -> None:
         """Load the weights received since `begin_update`, with their version. Sampling uses them after `resume`."""

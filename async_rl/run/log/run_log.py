@@ -382,7 +382,7 @@ class RunResults:
     def count_past(self, values: Values) -> None:
         """Add the counts in the record of a step before a resume.
 
-        Those of this process are counted when they are reported.
+        The counts of this process are added when they are reported.
         """
         self.failed_groups += int(values.get("rollout/failed", 0.0))
         self.skipped_evals = max(self.skipped_evals, int(values.get("eval/skipped", 0.0)))

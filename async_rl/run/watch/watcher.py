@@ -197,7 +197,7 @@ class Watcher:
         return Measurement(now / before if rises and now > SMALL_KL and before > 0 else 0.0, now, before)
 
     def _fall(self, newest: Sequence[float], mean: float, start: float) -> Measurement:
-        """Measure how far the newest rewards are below those of the best window. W = len(newest)
+        """Measure how far the newest rewards are below the best window. W = len(newest)
 
             value = max over n = 1..W of  (best - mean of the n newest - chance) / (noise sqrt(1/n + 1/W))
             chance = noise sqrt(2 ln windows) / sqrt(W)

@@ -197,8 +197,8 @@ def check_apart(axes: Sequence[Axis], overrides: Iterable[str], limit: Iterable[
     A section counts as the same key as each key in it.
 
     Args:
-        overrides: those of the command line.
-        limit: those of --seconds.
+        overrides: the overrides of the command line.
+        limit: the overrides that --seconds makes.
     """
     owners = {f"the axis {axis.name}": [text for level in axis.levels.values() for text in level] for axis in axes}
     owners |= {"the command line": list(overrides), "--seconds": list(limit)}

@@ -133,7 +133,7 @@ class Run:
     def improvement(self) -> float:
         """The held-out accuracy at the end minus that at the start; nan if one of them was not evaluated.
 
-        Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
+        Without evaluations, it is the mean reward of the last tenth of the steps minus the first tenth's.
         """
         if self.evals:
             return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan

@@ -110,7 +110,7 @@ class TokenTexts:
 
 
 def find_tokenizer(run_dir: Path, model: object) -> Path | None:
-    """Return the tokenizer file of a run: its own copy, or that of model.path; None if there is none.
+    """Return the tokenizer file of a run: its own copy, or the file of model.path; None if there is none.
 
     A relative model.path is searched in the working directory and in the folders above the run directory, a name on the
     hub in this host's cache.

@@ -116,7 +116,7 @@ class _OpenReply:
     set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """The logprobs of the ids in `sets`, recorded only if the request wants them."""
     fed: list[RoutingArray] = field(default_factory=list)
-    """Arrays [n, layers, k] of experts, first those of the prompt's tokens, then those of each token fed after it."""
+    """Arrays [n, layers, k] of experts: first of the prompt's tokens, then of each token fed after them."""
     done: bool = False
 
     @property

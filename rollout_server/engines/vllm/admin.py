@@ -155,7 +155,7 @@ class VLLMAdmin:
 
 
 def share_bucket(bucket: Bucket) -> dict[str, Any]:
-    """Return the handle with which a server maps the bucket's memory: that of torch.multiprocessing, in JSON.
+    """Return the handle with which a server maps the bucket's memory, as torch.multiprocessing makes it, in JSON.
 
     Call it once for each server, because torch counts the processes that map the memory.
     """

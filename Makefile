@@ -7,7 +7,7 @@ QUICKSTART_MODEL := runs/quickstart-sft/model
 
 unexport PYTHONDONTWRITEBYTECODE  # a test starts many processes: they load what the first one has compiled
 
-.PHONY: demo unit test nightly check venv vllm
+.PHONY: demo unit test nightly check docs venv vllm
 
 demo: $(QUICKSTART_MODEL)/config.json  ## set up, warm-start a tiny model, train it, print the result
 	$(BIN)/async-rl train $(QUICKSTART)
@@ -28,6 +28,9 @@ nightly: venv vllm  ## the long tests
 
 check: venv  ## sizes, import direction, ruff, mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: venv  ## serve the site of docs/ on localhost:8000, and follow its files
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
 venv:  ## make or update .venv: the CUDA set with an NVIDIA GPU, else the CPU set
 	@ASYNC_RL_VENV=$(VENV) bash scripts/setup.sh

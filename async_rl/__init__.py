@@ -1,4 +1,6 @@
-"""Asynchronous RL post-training of language models with bounded staleness. docs/python.md shows these names at work.
+"""Asynchronous RL post-training of language models with bounded staleness.
+
+docs/how-to/python.md has programs that use these names.
 
 Each name is loaded when it is first used.
 """

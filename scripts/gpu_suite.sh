@@ -3,7 +3,7 @@
 #   scripts/gpu_suite.sh MINUTES [OUT] [--list]
 #   OUT: $OUT, else runs/gpu-suite/out; --list prints what would run and starts nothing
 # The environment is that of the interpreter ASYNC_RL_PYTHON, as it is; without it scripts/setup.sh makes one.
-# The same command continues with the steps that are left. See docs/gpu.md.
+# The same command continues with the steps that are left. See docs/how-to/gpus.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }

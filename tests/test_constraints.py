@@ -17,4 +17,4 @@ def test_the_cuda_set_pins_all_that_sglang_asks_for() -> None:
     asked = [Requirement(text) for text in metadata.requires("sglang") or []]
     wanted = {canonicalize_name(each.name) for each in asked if not each.marker or each.marker.evaluate({"extra": ""})}
     assert len(wanted) > 50
-    assert wanted - pinned == {"cuda-tile"}  # a stub, see docs/installing.md
+    assert wanted - pinned == {"cuda-tile"}  # a stub, see docs/how-to/install.md

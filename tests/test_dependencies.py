@@ -15,9 +15,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("async_rl", "buffer", "learner", "rollout_server")
 OF_USERS = {
-    "mcp": "docs/episodes.md", "nvidia-ml-py": "docs/metrics.md", "skyrl-gym": "docs/episodes.md",
-    "textarena": "docs/episodes.md", "trackio": "docs/metrics.md", "verifiers": "docs/episodes.md",
-    "vllm": "docs/installing.md",
+    "mcp": "how-to/environments.md", "nvidia-ml-py": "reference/metrics.md", "skyrl-gym": "how-to/environments.md",
+    "textarena": "how-to/environments.md", "trackio": "reference/metrics.md", "verifiers": "how-to/agents.md",
+    "vllm": "how-to/install.md",
 }  # fmt: skip
 """Packages of modules that a user brings who wants them, and the document that says so."""
 UNINSTALLED = {"pynvml": "nvidia-ml-py", "omegaconf": "skyrl-gym"}

@@ -1,4 +1,4 @@
-"""Names, defaults and presets in docs/algorithms.md are those of the code."""
+"""Names, defaults and presets in docs/reference/algorithms.md are those of the code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:

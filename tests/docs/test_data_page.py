@@ -1,4 +1,4 @@
-"""The configuration on docs/data.md reads data as the page says."""
+"""The configuration on docs/how-to/data.md reads data as the page says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_configuration_on_the_page_reads_its_files(tmp_path: Path, monkeypat
             Path(f"data/{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     others = [{"question": f"physics {i}?", "answer": "1", "task": "phy"} for i in range(3)]
     Path("data/physics.jsonl").write_text("\n".join(map(json.dumps, others)))
-    Path("config.yaml").write_text(blocks(DOCUMENTS["docs/data.md"], "yaml")[0])
+    Path("config.yaml").write_text(blocks(DOCUMENTS["docs/how-to/data.md"], "yaml")[0])
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ enable_thinking }}"
     task = open_task(load_config("config.yaml"), tokenizer)

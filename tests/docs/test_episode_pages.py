@@ -1,4 +1,4 @@
-"""The code, the settings and the commands of docs/episodes.md and docs/agents.md work as the pages say."""
+"""The code, the settings and the commands of the pages on environments and agents work as the pages say."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.kit.runs import logged
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 from tests.kit.virtual_environments import new_environment
 
-EPISODES, AGENTS = DOCUMENTS["docs/episodes.md"], DOCUMENTS["docs/agents.md"]
+EPISODES, AGENTS = DOCUMENTS["docs/how-to/environments.md"], DOCUMENTS["docs/how-to/agents.md"]
 MODULES = {
     "my_tools": (EPISODES, 0), "make_orders": (EPISODES, 1), "my_search": (EPISODES, 2), "my_env": (EPISODES, 3),
     "pydantic_agent": (AGENTS, 2),

@@ -15,7 +15,7 @@ from tests.kit.configuration_page import PAGE, page
 from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run
 from tests.kit.models import save_tiny_model
 
-GUIDE = DOCUMENTS["docs/guide.md"]
+GUIDE = DOCUMENTS["docs/how-to/guide.md"]
 
 QUICK = [
     "async-rl doctor configs/quickstart.yaml",
@@ -207,7 +207,7 @@ def test_every_config_key_in_the_documents_exists() -> None:
     sections = set(load_config(quickstart).__dataclass_fields__)
     keys = set()
     for name, text in DOCUMENTS.items():
-        if name in ("docs/from-verl.md", "docs/from-trl.md"):  # their first columns have the keys of others
+        if name.startswith("docs/how-to/from-"):  # the first columns have the keys of others
             text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]+)?`", text):
             if key.split(".")[0] in sections:
@@ -246,5 +246,5 @@ def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
 
 
 def test_the_reference_loop_in_the_documents_is_the_one_that_runs_are_compared_with() -> None:
-    (shown,) = blocks(DOCUMENTS["docs/reference-loop.md"], "python")
+    (shown,) = blocks(DOCUMENTS["docs/explanation/reference-loop.md"], "python")
     assert shown == (ROOT / "tests" / "kit" / "reference_loop.py").read_text()

@@ -29,7 +29,7 @@ from tests.kit.models import save_bare_reward_model
 from tests.kit.rewards import told
 from tests.kit.sandbox import needs_bubblewrap
 
-PAGE = DOCUMENTS["docs/rewards.md"]
+PAGE = DOCUMENTS["docs/how-to/rewards.md"]
 EXAMPLES = blocks(PAGE, "yaml")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -53,7 +53,7 @@ def test_a_notebooks_cell_watches_a_run_saves_it_and_ends_it(smoke_yaml: Path) -
 def test_the_programs_of_the_page_run_as_they_stand(smoke_yaml: Path, tmp_path: Path) -> None:
     smoke = smoke_yaml.read_text().replace(str(smoke_yaml.parent / "runs"), "runs")
     (tmp_path / "quickstart.yaml").write_text(smoke)
-    programs = blocks(DOCUMENTS["docs/python.md"], "python")
+    programs = blocks(DOCUMENTS["docs/how-to/python.md"], "python")
     assert len(programs) == 4
     for program in programs:
         done = subprocess.run(

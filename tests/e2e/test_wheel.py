@@ -141,7 +141,7 @@ def test_the_wheel_holds_all_that_it_needs_and_says_what_it_is(wheel: Path) -> N
     ]
     assert {str(file.relative_to(ROOT)) for file in data} <= names
     assert {f"{package}/py.typed" for package in packages} <= names
-    assert {f"async_rl/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
+    assert {f"async_rl/{page.relative_to(ROOT)}" for page in (ROOT / "docs").rglob("*.md")} <= names
     assert not {name.partition("/")[0] for name in names} & {"benchmarks", "tests", "configs"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(about.get_all("Provides-Extra")) == set(project["optional-dependencies"])
@@ -184,9 +184,9 @@ def test_a_message_names_a_page_of_the_documentation_where_the_wheel_has_put_it(
     programs: Path, project: Path
 ) -> None:
     told = run(programs, project, "async-rl", "train", "letters.yaml", "early_stopping=1", "--dry-run", code=2).stderr
-    (page,) = re.findall(r"/\S+/docs/python\.md", told)
+    (page,) = re.findall(r"/\S+/docs/how-to/python\.md", told)
     assert Path(page).is_relative_to(programs.parent)
-    assert Path(page).read_text() == (ROOT / "docs" / "python.md").read_text()
+    assert Path(page).read_text() == (ROOT / "docs" / "how-to" / "python.md").read_text()
 
 
 def test_what_is_an_extra_is_named_where_it_is_missing(programs: Path, project: Path) -> None:

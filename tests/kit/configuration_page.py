@@ -1,4 +1,4 @@
-"""The page docs/configuration.md, made from the JSON schema: python -m tests.kit.configuration_page"""
+"""The page docs/reference/configuration.md, made from the JSON schema: python -m tests.kit.configuration_page"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.config.schema import json_schema
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration
 
 Every key with its type, its default and its meaning. A YAML file holds sections; on the command line a key is set as

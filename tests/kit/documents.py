@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
 
@@ -34,4 +34,4 @@ def run(command: str, folder: Path, timeout_s: float) -> None:
 
 def documented_queries() -> list[str]:
     """The SQL that the documents show for a journal."""
-    return blocks(DOCUMENTS["docs/run-directory.md"], "sql")
+    return blocks(DOCUMENTS["docs/reference/run-directory.md"], "sql")

@@ -89,7 +89,7 @@ def test_errors_lead_back_to_their_rows(config: Config) -> None:
     with closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
         errors = database.execute("SELECT DISTINCT data_row, what, error FROM errors").fetchall()
         rows = dict(database.execute("SELECT group_id, data_row FROM groups WHERE state <> 'running'"))
-        (query,) = [query for query in blocks(DOCUMENTS["docs/run-directory.md"], "sql") if "errors" in query]
+        (query,) = [query for query in blocks(DOCUMENTS["docs/reference/run-directory.md"], "sql") if "errors" in query]
         counted = database.execute(query).fetchall()
     task = open_task(config, TOKENIZER)
     assert {task.prompt(index).data_row for index in range(6)} == {0, 2, 3, 4, 5, 6}

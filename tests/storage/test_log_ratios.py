@@ -62,7 +62,7 @@ def test_the_program_on_the_page_reads_a_file_that_the_quickstart_keeps(
     for step in (40, config.run.steps):
         write(run_dir, range(step, step + 1), config.journal_kept_steps)
     monkeypatch.chdir(tmp_path)
-    (program,) = blocks(DOCUMENTS["docs/run-directory.md"], "python")
+    (program,) = blocks(DOCUMENTS["docs/reference/run-directory.md"], "python")
     exec(program, {})
     assert float(capsys.readouterr().out) == pytest.approx(np.e)
 

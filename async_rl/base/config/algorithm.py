@@ -1,4 +1,4 @@
-"""The section `algorithm`: how a batch becomes a loss. docs/algorithms.md has the formulas."""
+"""The section `algorithm`: how a batch becomes a loss. docs/reference/algorithms.md has the formulas."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class AlgorithmConfig:
     preset: Annotated[
         str, checked(PRESETS.__contains__, "a preset"), Field(json_schema_extra={"enum": [*PRESETS]})
     ] = "grpo"
-    """Sets all keys of this section that are not given; docs/algorithms.md lists what each preset sets."""
+    """Sets all keys of this section that are not given; docs/reference/algorithms.md lists what each preset sets."""
     advantage: Annotated[str, Named(ADVANTAGES, "algorithm.advantage")] = "grpo"
     """How rewards become advantages. gae and vtrace train a critic; the others compare rewards."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0

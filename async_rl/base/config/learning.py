@@ -148,9 +148,9 @@ def default_lr(weights: int, *, has_adapters: bool) -> float:
 
     1e-6 is the usual rate for RL of models with 1 to 70 B weights (verl, TRL and DAPO: 1e-6). The exponent connects it
     with what was measured here: a model of 0.3 M weights learns at 3e-4, and at 1e-3 collapses in some runs
-    (docs/results.md). Between the two it gives 4e-6 at 135 M and 1.6e-6 at 0.5 B, inside the ranges that others use
-    there. Adapters learn best at about ten times the rate for all weights, in RL as in supervised training, whatever
-    their rank (Schulman et al. 2025, LoRA Without Regret).
+    (docs/results/index.md). Between the two it gives 4e-6 at 135 M and 1.6e-6 at 0.5 B, inside the ranges that others
+    use there. Adapters learn best at about ten times the rate for all weights, in RL as in supervised training, at any
+    rank (Schulman et al. 2025, LoRA Without Regret).
     """
     rate = FULL_LR * max(1.0, (1e9 / weights) ** 0.7) * (10 if has_adapters else 1)
     return float(f"{rate:.1e}")
@@ -164,7 +164,7 @@ class LearnerConfig:
     """Groups in a batch."""
     lr: PositiveFloat | Literal["auto"] = "auto"
     """The policy's learning rate. auto: computed from the number of the model's weights, ten times as much for
-    adapters (see docs/watcher.md); `async-rl train CONFIG --dry-run` shows it."""
+    adapters (see docs/how-to/watcher.md); `async-rl train CONFIG --dry-run` shows it."""
     optimizer: str = "AdamW"
     """The optimizer of policy and critic: a name in torch.optim, such as Adam or SGD, or module:name of a class or
     function. It is called with (parameters, lr=..., **optimizer_params), and returns a torch.optim.Optimizer."""

@@ -78,12 +78,12 @@ RULES = {
              "What the reward likes more is worse. Train the reward model on answers of this policy", acts=True),
     )
 }  # fmt: skip
-"""The rules by name. docs/watcher.md describes them; benchmarks/results/watcher.md has their false alarms and power."""
+"""The rules by name. docs/how-to/watcher.md describes them; benchmarks/results/watcher.md has their error rates."""
 
 
 @section("watch")
 class WatchConfig:
-    """The watcher: it checks the metrics of a run by the rules of docs/watcher.md, and acts when one breaks."""
+    """The watcher: it checks the metrics of a run by the rules of docs/how-to/watcher.md, and acts when one breaks."""
 
     action: Literal["warn", "pause", "stop", "rollback"] = "warn"
     """What happens at an alarm. warn: only a line on the console. The other actions are taken for the rules on what is

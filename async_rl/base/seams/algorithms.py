@@ -1,4 +1,4 @@
-"""The tables of advantages, losses and corrections. Formulas and sources are in docs/algorithms.md and in the code."""
+"""The tables of advantages, losses and corrections. docs/reference/algorithms.md has formulas and sources."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError, WaitTimeoutError
 from async_rl.base.seams.lookup import doc_page, modules_to_send
 
-TOKEN_PAGE = doc_page("two-nodes.md")
+TOKEN_PAGE = doc_page("how-to/two-nodes.md")
 JOIN_COMMANDS = (
     "on the first host `ray start --head`, on each other one `ray start --address=<first host>:6379`, "
     f"then async-rl on any of them, all with RAY_AUTH_MODE=token and the same token: {TOKEN_PAGE}"

@@ -16,7 +16,7 @@ from async_rl.base.config.watch import RULES, Rule
 from async_rl.base.seams.lookup import doc_page
 
 Values = Mapping[str, float]
-PAGE = doc_page("watcher.md")
+PAGE = doc_page("how-to/watcher.md")
 ACTING = {name for name, rule in RULES.items() if rule.acts}
 NO_GOLD = {"reference_kl", "diversity"}
 """Rules that detect over-optimisation without gold rewards. If there are gold rewards, these rules only warn."""

@@ -35,7 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "transformers", "ray", "sglang")
 OPEN_PORTS = (
     "open the TCP ports between the hosts of a run (firewall, security group; network.ports bounds them, see "
-    f"{doc_page('two-nodes.md')}), or let Ray use another interface: `ray start --node-ip-address`"
+    f"{doc_page('how-to/two-nodes.md')}), or let Ray use another interface: `ray start --node-ip-address`"
 )
 
 

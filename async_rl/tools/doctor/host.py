@@ -35,7 +35,7 @@ IMPORT_TIMEOUT_S = 180
 _WHAT_WIDTH = 25
 """The width of the first column in characters; the longest name of a check of this machine fits."""
 
-REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('installing.md')})"
+REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('how-to/install.md')})"
 
 GPU_TOOLS = (
     "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; its own are linked to "

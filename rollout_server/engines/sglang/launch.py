@@ -59,7 +59,7 @@ HINTS = (
     ("failed to dispatch data type Float", "This kernel has no float32: set model.dtype: bfloat16."),
     ("out of memory", "Lower rollout.gpu_memory_utilization."),
     ("Not enough memory", "Lower rollout.max_groups_in_flight or rollout.max_response_tokens."),
-    ("No module named 'sglang'", f"Install SGLang ({doc_page('installing.md')}), or set rollout.engine=hf."),
+    ("No module named 'sglang'", f"Install SGLang ({doc_page('how-to/install.md')}), or set rollout.engine=hf."),
     ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
     ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
     ("SafetensorError", "A weight file of model.path is damaged or cut off."),
@@ -108,7 +108,7 @@ def why_refused(config: Config) -> str:
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         gpu = "pip install 'async-rl[sglang-gpu]'"
-        page = doc_page("installing.md")
+        page = doc_page("how-to/install.md")
         return f"it is not installed. With a GPU: {gpu}; else see {page}, or set rollout.engine: hf"
     srt = Path(sglang.submodule_search_locations[0]) / "srt"
     if reason := _why_parser_refused(config.rollout.tool_parser, srt):

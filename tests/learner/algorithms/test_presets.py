@@ -116,7 +116,7 @@ def test_interpolated_proximal_logprobs_save_the_forward_pass(
 def test_the_policy_makes_a_pass_at_step_start_in_the_documented_cases(
     overrides: list[str], makes_pass: bool, dropout: float
 ) -> None:
-    """The cases are those of docs/algorithms.md, which lists them below `algorithm.old_logprobs`."""
+    """The cases are those of docs/reference/algorithms.md, which lists them below `algorithm.old_logprobs`."""
     model = {"path": "models/x", "lora": {"rank": 4, "dropout": dropout}}
     config = learner_config(algorithm=algorithm_of(*overrides), model=model)
     has_noise = dropout > 0 and config.algorithm.old_logprobs != "interpolate"

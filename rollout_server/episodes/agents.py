@@ -29,6 +29,7 @@ from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, Wa
 from async_rl.base.seams import import_object
 from rollout_server.episodes import agent_host
 from rollout_server.episodes.conversation.session import Session
+from rollout_server.episodes.endpoint.server import AgentEndpoint
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.loop import (
     Attempt,
@@ -38,7 +39,6 @@ from rollout_server.episodes.loop import (
     finite,
     first_success,
 )
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.user_code import CANCEL_S, AgentRaisedError, Fault, OverdueError, called
 from rollout_server.question import Question
 
@@ -76,7 +76,7 @@ def open_agents(
             f"task.agent_python must be a Python program, got {task.agent_python}: there is no such file, or "
             "it can't be run. Make the agent's environment first: python -m venv"
         )
-    return AgentRunner(agent, OpenAIEndpoint(), limits, task.max_concurrent_calls, playing)
+    return AgentRunner(agent, AgentEndpoint(), limits, task.max_concurrent_calls, playing)
 
 
 def load_agent(name: str) -> Agent:
@@ -107,7 +107,7 @@ class AgentRunner:
     """
 
     def __init__(
-        self, agent: Agent, endpoint: OpenAIEndpoint, limits: EpisodeLimits, max_concurrent_agents: int,
+        self, agent: Agent, endpoint: AgentEndpoint, limits: EpisodeLimits, max_concurrent_agents: int,
         playing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._agent = agent
@@ -145,7 +145,7 @@ class _AgentAttempt(Attempt):
     """One attempt to play an episode with an agent."""
 
     def __init__(
-        self, limits: EpisodeLimits, session: Session, endpoint: OpenAIEndpoint, agent: Agent, question: Question
+        self, limits: EpisodeLimits, session: Session, endpoint: AgentEndpoint, agent: Agent, question: Question
     ) -> None:
         super().__init__(limits, session)
         self._endpoint = endpoint

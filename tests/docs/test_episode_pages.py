@@ -25,10 +25,10 @@ from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.demonstrations import load_oracle
+from rollout_server.episodes.endpoint.server import AgentEndpoint
 from rollout_server.episodes.env import QuestionEnv, load_env
 from rollout_server.episodes.episode import Episode, WholeRow
 from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.tools.tool import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k
@@ -155,7 +155,7 @@ def test_the_agent_of_the_page_is_one_row(folder: Path) -> None:
     assert call == CALLS.partition("\n<tool_call>")[0] and answer == "#### 6"
 
     async def play() -> Episode:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         try:
             return await AgentRunner(agent, endpoint, LIMITS, 4).run(question, lambda: session(call, answer))
@@ -198,7 +198,7 @@ def test_the_framework_of_the_page_runs_in_a_process_of_its_own(
     assert str(python).endswith(load_config(folder / "pydantic.yaml").task.agent_python)
 
     async def play() -> Episode:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         agent = AgentProcess("pydantic_agent:solve", folder / "agent.log", str(python))
         try:

@@ -16,7 +16,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -57,6 +57,8 @@ class ReadMessage:
 
     message: Message
     errors: tuple[str, ...] = ()
+    stop_text: str = ""
+    """The first text of `stop` in the reply, where its content ends."""
 
 
 class ReplyReader:
@@ -98,9 +100,11 @@ class ReplyReader:
         """Return the reply as a message. Its content ends before the first text of `stop` in it."""
         read = await self._read(tokens, tools)
         content = read.message["content"]
-        ends = [content.index(part) for part in stop if part in content]
-        read.message["content"] = content[: min(ends)] if ends else content
-        return read
+        if not (ends := [(content.index(part), part) for part in stop if part in content]):
+            return read
+        end, stop_text = min(ends)
+        read.message["content"] = content[:end]
+        return replace(read, stop_text=stop_text)
 
     async def _read(self, tokens: Sequence[int], tools: Sequence[Schema]) -> ReadMessage:
         if not (tools and self._parse):

@@ -94,6 +94,8 @@ class Reply:
     """The number of the reply in its session, from 0."""
     num_prompt_tokens: int
     num_tokens: int
+    stop_text: str = ""
+    """The text of `stop` that ended the reply, if one did."""
 
 
 class EpisodeOver(Exception):
@@ -429,6 +431,7 @@ class Session:
             turn=turn,
             num_prompt_tokens=context.num_tokens,
             num_tokens=len(node.tokens),
+            stop_text=read.stop_text,
         )
 
 

@@ -13,7 +13,7 @@ from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
 from rollout_server.episodes.tools.tool import Tool
 from tests.kit.episodes.example_tools import add
 from tests.kit.episodes.sessions import scripted
@@ -22,14 +22,14 @@ from tests.kit.tokenizers import end_tokens, tokenizer_of
 TOKENIZER, ENDS = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
 ASK = {"model": "policy", "messages": [user("hi")]}
 ADD = Tool.from_function(add).schema
-Use = Callable[[OpenAIEndpoint, OpenSession], Awaitable[None]]
+Use = Callable[[AgentEndpoint, OpenSession], Awaitable[None]]
 
 
 def with_session(use: Use, *replies: str, generate: Any = None, **limits: int) -> Session:
     """Let `use` reach a session through the endpoint, and return the session."""
 
     async def run() -> Session:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         sizes = SessionLimits(**{"max_tokens": 1000, "max_reply_tokens": 200, "max_turns": 9, **limits})
         reader = ReplyReader(TOKENIZER, ENDS, JsonParser("hermes"))

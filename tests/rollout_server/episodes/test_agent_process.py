@@ -11,9 +11,9 @@ from async_rl.base.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.agents import AgentProcess, AgentRunner
 from rollout_server.episodes.conversation.session import Session
+from rollout_server.episodes.endpoint.server import AgentEndpoint
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.loop import EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.kit.episodes import example_agents
 from tests.kit.episodes.sessions import scripted, session_of
@@ -36,7 +36,7 @@ def played(
         return session_of(scripted(TOKENIZER, ["4"] * 3), TOKENIZER, [TOKENIZER.eos_token_id])
 
     async def play() -> list[Episode]:
-        endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{module}:{name}", folder / "agent.log")
+        endpoint, agent = AgentEndpoint(), AgentProcess(f"{module}:{name}", folder / "agent.log")
         await endpoint.start()
         runner = AgentRunner(agent, endpoint, limits, 64)
         question = Question(
@@ -89,7 +89,7 @@ def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMI
     """
 
     async def play() -> list[Episode]:
-        endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{PLACE}:misbehave", folder / "agent.log")
+        endpoint, agent = AgentEndpoint(), AgentProcess(f"{PLACE}:misbehave", folder / "agent.log")
         await endpoint.start()
         runner = AgentRunner(agent, endpoint, limits, 64)
 

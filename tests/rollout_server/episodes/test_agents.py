@@ -12,9 +12,9 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import AgentRunner
 from rollout_server.episodes.conversation.session import SessionLimits
+from rollout_server.episodes.endpoint.server import AgentEndpoint
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.loop import EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
 
@@ -43,7 +43,7 @@ def played(agent: Any, *replies: str, limits: EpisodeLimits = LIMITS, generate: 
     session_limits = SessionLimits(**{"max_tokens": 200, "max_reply_tokens": 20, "max_turns": 9, **sizes})
 
     async def play() -> Episode:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         try:
             return await AgentRunner(agent, endpoint, limits, 8).run(

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from rollout_server.episodes.conversation.chat_messages import Message, plain_messages, prefix_digests, user
 from rollout_server.episodes.conversation.reply_reader import json_calls
 from rollout_server.episodes.conversation.session import EpisodeOver
-from rollout_server.episodes.openai_endpoint import CompletionRequest, RequestRefusedError
+from rollout_server.episodes.endpoint.chat_completions import CHAT_COMPLETIONS
+from rollout_server.episodes.endpoint.messages import MESSAGES
+from rollout_server.episodes.endpoint.request import Api, RequestRefusedError
+from rollout_server.episodes.endpoint.responses import RESPONSES
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.sessions import session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of
@@ -31,26 +34,42 @@ MESSAGE = ANYTHING | st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "system", "developer", "x"]) | ANYTHING},
     optional={"content": ANYTHING, "tool_calls": ANYTHING | st.lists(CALL, max_size=2), "name": ANYTHING},
 )
-BODY = ANYTHING | st.fixed_dictionaries(
-    {"messages": ANYTHING | st.lists(MESSAGE, max_size=3)},
+OPTIONS = {
+    "tools": ANYTHING | st.lists(CALL, max_size=2), "max_tokens": ANYTHING, "stop": ANYTHING, "n": ANYTHING,
+    "stream_options": ANYTHING, "model": ANYTHING, "temperature": ANYTHING,
+}  # fmt: skip
+BODY = ANYTHING | st.fixed_dictionaries({"messages": ANYTHING | st.lists(MESSAGE, max_size=3)}, optional=OPTIONS)
+PART = ANYTHING | st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "input_text", "tool_use", "tool_result", "image"]) | ANYTHING},
+    optional={"text": ANYTHING, "name": ANYTHING, "input": ANYTHING, "content": ANYTHING, "id": ANYTHING},
+)
+ITEM = MESSAGE | st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "function_call", "function_call_output"]) | ANYTHING},
     optional={
-        "tools": ANYTHING | st.lists(CALL, max_size=2), "max_tokens": ANYTHING, "stop": ANYTHING, "n": ANYTHING,
-        "stream_options": ANYTHING, "model": ANYTHING, "temperature": ANYTHING,
+        "role": st.sampled_from(["user", "assistant", "x"]), "content": ANYTHING | st.lists(PART, max_size=3),
+        "call_id": ANYTHING, "name": ANYTHING, "arguments": ANYTHING, "output": ANYTHING,
     },
 )  # fmt: skip
+TOOL = ANYTHING | st.fixed_dictionaries(
+    {"name": ANYTHING},
+    optional={"type": st.sampled_from(["function", "custom"]) | ANYTHING, "parameters": ANYTHING},
+)
+OTHER_OPTIONS = {
+    "tools": ANYTHING | st.lists(TOOL, max_size=2), "system": ANYTHING | st.lists(PART, max_size=2),
+    "instructions": ANYTHING, "max_output_tokens": ANYTHING, "stop_sequences": ANYTHING, "tool_choice": ANYTHING,
+}  # fmt: skip
+ITEMS = ANYTHING | st.lists(ITEM, max_size=3)
+OTHER_BODY = st.fixed_dictionaries({}, optional={"input": ITEMS, "messages": ITEMS, **OTHER_OPTIONS})
 
 
-@settings(max_examples=200, deadline=None)
-@given(body=BODY)
-@example(body={"messages": [{"role": "user", "tool_calls": True}]})
-def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
+def check_reply_or_refusal(api: Api, body: Any) -> int:
+    """Let a session reply to a body, and return the number of its messages; 0 if the API has refused it."""
     try:
-        request = CompletionRequest.from_body(body)
+        request = api.read(body)
     except RequestRefusedError as refused:
         assert refused.status == 400 and str(refused)
-        return
+        return 0
     json.dumps(request.messages)
-    assert len(request.messages) == len(body["messages"])
 
     async def generate(tokens: list[int], max_tokens: int) -> Any:
         return completion([5])
@@ -62,6 +81,25 @@ def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
         assert str(refused) and session.num_turns == 0
     else:
         assert reply.message["content"] and session.num_turns == 1
+        assert json.dumps(api.body(request, reply)) and list(api.events(request, reply))
+    return len(request.messages)
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=BODY)
+@example(body={"messages": [{"role": "user", "tool_calls": True}]})
+def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
+    num_messages = check_reply_or_refusal(CHAT_COMPLETIONS, body)
+    assert num_messages == 0 or num_messages == len(body["messages"])
+
+
+@pytest.mark.parametrize("api", [RESPONSES, MESSAGES], ids=["responses", "messages"])
+@settings(max_examples=200, deadline=None)
+@given(body=OTHER_BODY)
+@example(body={"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]})
+@example(body={"input": [{"type": "function_call"}]})
+def test_any_body_of_the_other_apis_gets_a_reply_or_a_refusal(api: Api, body: Any) -> None:
+    check_reply_or_refusal(api, body)
 
 
 @settings(max_examples=100, deadline=None)

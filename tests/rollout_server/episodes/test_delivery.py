@@ -13,7 +13,7 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
 from tests.kit.episodes.endpoint import TOKENIZER as QWEN
@@ -203,7 +203,7 @@ async def hang_up(opened: OpenSession, engine: HeldEngine, body: dict[str, Any])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("header", [{}, {"x-stainless-retry-count": "1"}])
 def test_a_reply_whose_connection_broke_goes_to_the_next_equal_request(stream: bool, header: dict[str, str]) -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         await hang_up(opened, engine, {**ASK, "stream": stream})
         engine.may_answer.set()
         _, body, _ = await post(opened, ASK, **header)
@@ -219,7 +219,7 @@ def test_a_reply_whose_connection_broke_goes_to_the_next_equal_request(stream: b
 
 
 def test_replies_that_could_not_be_delivered_are_counted_and_in_no_row() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         await hang_up(opened, engine, ASK)
         engine.may_answer.set()
         await post(opened, {"messages": [user("something else")]})

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
 
@@ -39,7 +39,7 @@ def test_a_reply_that_can_not_be_written_is_not_received_and_no_error_of_the_eng
     async def broken(*_: object) -> None:
         raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
 
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(web.StreamResponse, "write", broken)
             patch.setattr(web.StreamResponse, "write_eof", broken)
@@ -62,7 +62,7 @@ def test_a_reply_that_can_not_be_written_is_not_received_and_no_error_of_the_eng
 
 @pytest.mark.parametrize("name", ["messages", "tools"])
 def test_no_depth_of_nesting_is_an_error_of_the_endpoint(name: str) -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         async with aiohttp.ClientSession() as http:
             for depth in range(860, 1010, 3):
                 value = "[" * depth + "]" * depth

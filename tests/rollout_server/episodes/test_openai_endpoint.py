@@ -11,7 +11,7 @@ import pytest
 
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.chat_messages import user
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
 from tests.kit.engines.fakes import completion
 from tests.kit.episodes.endpoint import ADD, ASK, ENDS, TOKENIZER, client, post, with_session
 from tests.kit.episodes.example_tools import add
@@ -21,7 +21,7 @@ TWO_CALLS = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</t
 
 
 def test_a_tool_loop_of_the_openai_sdk_is_one_exact_row() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         messages: list[Any] = [{"role": "user", "content": "17+25?"}]
         async with client(opened) as llm:
             while True:
@@ -48,7 +48,7 @@ def test_a_tool_loop_of_the_openai_sdk_is_one_exact_row() -> None:
 
 
 def test_a_stream_carries_the_reply_its_calls_and_the_usage() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         async with client(opened) as llm:
             stream = await llm.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "hi"}], tools=[ADD],  # type: ignore[list-item]
@@ -67,7 +67,7 @@ def test_a_stream_carries_the_reply_its_calls_and_the_usage() -> None:
 
 
 def test_the_key_is_part_of_the_url_or_the_bearer_token() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         root = opened.base_url.partition("/s/")[0]
         async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=opened.key) as llm:
             assert [model.id async for model in llm.models.list()] == ["policy"]
@@ -88,7 +88,7 @@ def test_a_retry_after_a_timeout_finds_the_reply_that_is_under_way() -> None:
         await asyncio.sleep(1.0)
         return completion([5, ENDS[0]])
 
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         async with client(opened, timeout=0.4, max_retries=5) as llm:
             await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
         assert endpoint.counts["retries"] >= 1 and calls == 1
@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any] | None, str]] = [
 
 
 def test_a_request_that_can_not_be_honoured_gets_400_and_no_retry() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         async with aiohttp.ClientSession() as http:
             for change, named in REFUSED:
                 data = "{" if change is None else json.dumps({**ASK, **change})
@@ -131,7 +131,7 @@ def test_a_request_that_can_not_be_honoured_gets_400_and_no_retry() -> None:
     ("limits", "code"), [({"max_turns": 1}, "no_turn_left"), ({"max_tokens": 120}, "context_length_exceeded")]
 )
 def test_the_end_of_the_room_is_an_error_that_agents_know(limits: dict[str, int], code: str) -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         messages = [user("hi")]
         await post(opened, {"messages": messages})
         messages += [{"role": "assistant", "content": "a"}, user("fox " * 100)]
@@ -144,7 +144,7 @@ def test_the_end_of_the_room_is_an_error_that_agents_know(limits: dict[str, int]
 
 
 def test_a_call_after_the_end_gets_410_and_is_counted() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         await opened.session.close()
         assert (await post(opened, ASK))[0] == 410
         endpoint.end(opened.key)
@@ -159,7 +159,7 @@ def test_equal_requests_at_the_same_time_get_a_sample_each() -> None:
         await asyncio.sleep(0.2)
         return completion([5, ENDS[0]])
 
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         answers = await asyncio.gather(*(post(opened, ASK, **{"x-stainless-retry-count": "0"}) for _ in range(100)))
         assert {status for status, *_ in answers} == {200}
         assert len({body["id"] for _, body, _ in answers}) == 100 and opened.num_running == 0
@@ -170,7 +170,7 @@ def test_equal_requests_at_the_same_time_get_a_sample_each() -> None:
 
 
 def test_tool_choice_none_leaves_the_tools_out_of_the_prompt() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         for choice, is_call in (("auto", True), ("none", False)):
             _, body, _ = await post(opened, {**ASK, "tools": [ADD], "tool_choice": choice})
             assert ("tool_calls" in body["choices"][0]["message"]) is is_call
@@ -181,7 +181,7 @@ def test_tool_choice_none_leaves_the_tools_out_of_the_prompt() -> None:
 
 
 def test_stop_and_max_tokens_shorten_a_reply() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         _, body, _ = await post(opened, {**ASK, "stop": "lazy", "max_completion_tokens": 150})
         (choice,) = body["choices"]
         assert choice["message"]["content"] == "The " and choice["finish_reason"] == "stop"

@@ -1,4 +1,4 @@
-"""Agents that know nothing of training are trained for twenty steps: with OpenAI's SDK, and with pydantic-ai."""
+"""Agents that know nothing of training are trained for twenty steps: with SDKs and frameworks, in each of the APIs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from tests.kit.models import save_tiny_model
 from tests.kit.virtual_environments import new_environment
 
 HERE = Path(__file__).parent
+REQUIREMENTS = {
+    "pydantic_ai": "pydantic-ai-slim[openai]==2.68.0",
+    "pydantic_ai_claude": "pydantic-ai-slim[anthropic]==2.68.0",
+    "openai_agents": "openai-agents==0.24.0",
+}
+"""What the frameworks install, each in an environment of its own."""
 STEPS = 20
 
 
@@ -51,16 +57,15 @@ def trained(folder: Path, agent: str, python: str) -> Run:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("framework", ["sdk", "pydantic_ai"])
+@pytest.mark.parametrize("framework", ["sdk", *REQUIREMENTS])
 def test_an_unmodified_agent_learns_in_twenty_steps(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, python = f"tests.rollout_server.episodes.packages.{framework}_agent:solve", ""
-    if framework == "pydantic_ai":
+    if framework in REQUIREMENTS:
         monkeypatch.setenv("PYTHONPATH", str(HERE))
         agent = f"{framework}_agent:solve"
-        requirements = ("pydantic-ai-slim[openai]==2.68.0",)
-        python = str(new_environment(tmp_path / "venv", requirements, sees_ours=False))
+        python = str(new_environment(tmp_path / "venv", (REQUIREMENTS[framework],), sees_ours=False))
     run = trained(tmp_path, agent, python)
     rewards = [step["reward/mean"] for step in run.steps]
     assert len(rewards) == STEPS

@@ -16,12 +16,12 @@ import pytest
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.endpoint.server import AgentEndpoint
 from rollout_server.episodes.environments import verifiers_server
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.environments.verifiers_server import solve
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
 from tests.kit.virtual_environments import new_environment
@@ -119,7 +119,7 @@ def test_many_episodes_of_an_openenv_server_are_played_at_once(openenv: str) -> 
 
 def played(questions: list[Question], *replies: str, limits: EpisodeLimits = LIMITS) -> list[Episode]:
     async def play() -> list[Episode]:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         runner = AgentRunner(solve, endpoint, limits, 64)
         try:

@@ -1,9 +1,13 @@
-"""An HTTP endpoint like OpenAI's, which agents get as their base_url. Its chat completions are replies of sessions.
+"""The HTTP endpoint that agents get as their base_url. What it answers are replies of sessions.
 
-    POST /s/{key}/v1/chat/completions    tools, streaming, usage
+    POST /s/{key}/v1/chat/completions    OpenAI's chat completions
+    POST /s/{key}/v1/responses           OpenAI's responses
+    POST /s/{key}/v1/messages            Anthropic's messages
     GET  /s/{key}/v1/models
 
-Each session has a secret key. It is part of the base URL, or the bearer token of requests to /v1. The policy samples as
+All have tools, streaming and usage. The tokens and versions of a reply don't depend on the API that asked for it.
+
+Each session has a secret key. It is part of the base URL, or the API key of requests to /v1. The policy samples as
 the run is configured, whatever temperature a request asks for. A reply counts only after all of it was written to an
 open connection, so the learner trains on what the agent has received.
 """
@@ -15,19 +19,20 @@ import json
 import logging
 import secrets
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from async_rl.base.errors import AsyncRLError
-from rollout_server.episodes.conversation.chat_messages import Message, Schema, plain_messages
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
+from rollout_server.episodes.endpoint.chat_completions import CHAT_COMPLETIONS
+from rollout_server.episodes.endpoint.messages import MESSAGES
+from rollout_server.episodes.endpoint.request import AgentRequest, Api, RequestRefusedError
+from rollout_server.episodes.endpoint.responses import RESPONSES
 
 MAX_BODY_BYTES = 16 * 2**20
 LARGE_BODY_BYTES = 100_000
@@ -37,18 +42,10 @@ HEAD_S = 75.0
 NUM_REMEMBERED = 10_000
 """The number of ended sessions that are remembered. A late request to one of them gets status 410 instead of 401."""
 _RETRY_COUNT = "x-stainless-retry-count"
-"""OpenAI's clients send this header with every request: 0, or the number of the retry."""
-IGNORED: dict[str, tuple[Any, ...]] = {
-    "temperature": (), "top_p": (), "top_k": (), "min_p": (), "frequency_penalty": (), "presence_penalty": (),
-    "repetition_penalty": (), "seed": (), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True,), "reasoning_effort": (),
-}  # fmt: skip
-"""Parameters that are ignored: they would change how the policy samples, or need a constrained decoder, whose logprobs
-belong to another distribution. Each has the values, besides null, that change nothing and cause no warning."""
-_REFUSED = {
-    "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
-}  # fmt: skip
-"""Parameters that get status 400. Each has the value that is accepted because it requests nothing."""
+"""OpenAI's and Anthropic's clients send this header with every request: 0, or the number of the retry."""
+_APIS = {"chat/completions": CHAT_COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+_PREFIXES = ("/s/{key}/v1", "/s/{key}/v1/v1", "/v1")
+"""Anthropic's clients append /v1 to their base_url, OpenAI's do not. So /v1 may come twice."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +56,9 @@ class OpenSession:
 
     session: Session
     base_url: str
-    """The `base_url` for OpenAI's clients."""
+    """The `base_url` for OpenAI's and Anthropic's clients."""
     key: str
-    """The `api_key` for OpenAI's clients."""
+    """The `api_key` for these clients."""
     idle_since_s: float
     """When the last request ended, in time.monotonic()."""
     num_running: int = 0
@@ -74,7 +71,7 @@ class OpenSession:
     """The first error of the engine."""
 
 
-class OpenAIEndpoint:
+class AgentEndpoint:
     """The HTTP server for a worker's agents, on a free port."""
 
     def __init__(self) -> None:
@@ -97,9 +94,10 @@ class OpenAIEndpoint:
 
     async def _listen(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._refuse_in_json])
-        for prefix in ("/s/{key}", ""):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
-            app.router.add_get(f"{prefix}/v1/models", self._models)
+        for prefix in _PREFIXES:
+            for path in _APIS:
+                app.router.add_post(f"{prefix}/{path}", self._answer)
+            app.router.add_get(f"{prefix}/models", self._models)
         self._runner = web.AppRunner(
             app, access_log=None, logger=_http_log, shutdown_timeout=1.0, handler_cancellation=True,
             keepalive_timeout=HEAD_S, lingering_time=1.0,
@@ -145,7 +143,7 @@ class OpenAIEndpoint:
     async def _refuse_in_json(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a refused request with an error in OpenAI's format; OpenAI's clients show its message."""
+        """Answer a refused request with an error in the format of its API; the API's clients show its message."""
         try:
             return await handler(request)
         except RequestRefusedError as error:
@@ -159,8 +157,7 @@ class OpenAIEndpoint:
         self.counts["refused"] += 1
         if opened := self._open.get(_key_of(request)):
             opened.refused = opened.refused or refused
-        kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-        body = {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
+        body = _api_of(request).error(refused)
         response = web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})
         if not request.content.is_eof():  # the rest of the body is not read, so the connection can have no next request
             response.force_close()
@@ -170,7 +167,7 @@ class OpenAIEndpoint:
         self._session(request)
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "run"}]})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request with a reply of its session. The reply counts as received once it is written.
 
         Raises:
@@ -210,7 +207,7 @@ class OpenAIEndpoint:
         except Exception as error:
             raise _engine_failed(opened, error) from error
 
-    def _tell_ignored(self, asked: CompletionRequest) -> None:
+    def _tell_ignored(self, asked: AgentRequest) -> None:
         self.counts.update(f"ignored/{name}" for name in asked.ignored)
         if new := [name for name in asked.ignored if name not in self._told]:
             self._told.update(new)
@@ -219,7 +216,15 @@ class OpenAIEndpoint:
 
 
 def _key_of(request: web.Request) -> str:
-    return request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+    """Return the session's key in a request's address, or in the header of OpenAI's or Anthropic's clients."""
+    headers = request.headers
+    of_header = headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ")
+    return request.match_info.get("key") or of_header
+
+
+def _api_of(request: web.Request) -> Api:
+    """Return the API that a request's address belongs to; of other addresses chat completions."""
+    return next((api for path, api in _APIS.items() if request.path.endswith(f"/v1/{path}")), CHAT_COMPLETIONS)
 
 
 def _engine_failed(opened: OpenSession, error: Exception) -> RequestRefusedError:
@@ -252,7 +257,7 @@ def _running(opened: OpenSession) -> Iterator[None]:
         opened.idle_since_s = time.monotonic()
 
 
-async def _asked(request: web.Request) -> CompletionRequest:
+async def _asked(request: web.Request) -> AgentRequest:
     """Read, check and return the body of a request.
 
     Raises:
@@ -265,46 +270,42 @@ async def _asked(request: web.Request) -> CompletionRequest:
         raise RequestRefusedError(413, "body_too_large", limit) from None
     except (web.RequestPayloadError, ConnectionError) as error:
         raise RequestRefusedError(400, "invalid_request", f"the body can't be read: {error}") from None
-    return await asyncio.to_thread(_read, body) if len(body) > LARGE_BODY_BYTES else _read(body)
+    api = _api_of(request)
+    return await asyncio.to_thread(_read, api, body) if len(body) > LARGE_BODY_BYTES else _read(api, body)
 
 
-def _read(body: bytes) -> CompletionRequest:
+def _read(api: Api, body: bytes) -> AgentRequest:
     try:
         said = json.loads(body)
     except ValueError as error:
         raise RequestRefusedError(400, "invalid_request", f"the body must be JSON: {error}") from None
-    return CompletionRequest.from_body(said)
+    return api.read(said)
 
 
 def _unknown_address(request: web.Request) -> str:
     """Return an error message for a wrong address. It names the right addresses, without the key of a session."""
     _, _, rest = request.path.partition("/v1")
-    hint = ": call set_default_openai_api('chat_completions')" if rest.startswith("/responses") else ""
-    return (
-        f"there is no {request.method} {rest or '/':.100} below the base_url, only POST /chat/completions and GET "
-        f"/models. A client of other addresses must be told to use chat completions{hint}"
-    )
+    posts = ", ".join(f"POST /{path}" for path in _APIS)
+    return f"there is no {request.method} {rest or '/':.100} below the base_url, only {posts} and GET /models"
 
 
-async def _send(request: web.Request, asked: CompletionRequest, reply: Reply) -> web.StreamResponse:
+async def _send(request: web.Request, asked: AgentRequest, reply: Reply) -> web.StreamResponse:
     """Write all of a reply to the connection of its request.
 
     Raises:
         _ClientGoneError: the connection was closed meanwhile.
     """
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
     response: web.StreamResponse
+    api = _api_of(request)
     try:
         if asked.stream:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             response = web.StreamResponse(headers=headers)
             await response.prepare(request)
-            for chunk in chunks(reply, asked.stream_usage):
-                line = json.dumps({**head, "object": "chat.completion.chunk", **chunk})
-                await response.write(f"data: {line}\n\n".encode())
-            await response.write(b"data: [DONE]\n\n")
+            for event in api.events(asked, reply):
+                await response.write(event)
         else:
-            response = web.json_response({**head, "object": "chat.completion", **completion(reply)})
+            response = web.json_response(api.body(asked, reply))
             await response.prepare(request)
         await response.write_eof()
     except ConnectionError as error:
@@ -312,136 +313,3 @@ async def _send(request: web.Request, asked: CompletionRequest, reply: Reply) ->
     if request.transport is None or request.transport.is_closing():  # the last write has failed
         raise _ClientGoneError
     return response
-
-
-def completion(reply: Reply) -> dict[str, Any]:
-    """Return the response body for a reply that is not streamed."""
-    message = {**reply.message, "refusal": None}
-    if not reply.message["content"] and "tool_calls" in reply.message:
-        message["content"] = None
-    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(reply), "logprobs": None}
-    return {"choices": [choice], "usage": _usage(reply)}
-
-
-def chunks(reply: Reply, with_usage: bool) -> list[dict[str, Any]]:
-    """Return the chunks of a streamed response.
-
-    The first chunk has the whole reply, as its calls are not known earlier.
-    """
-    delta: dict[str, Any] = {"role": "assistant", "content": reply.message["content"]}
-    if calls := reply.message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    parts: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish_reason(reply)}]},
-    ]
-    return [*parts, {"choices": [], "usage": _usage(reply)}] if with_usage else parts
-
-
-def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    total = reply.num_prompt_tokens + reply.num_tokens
-    return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": reply.num_tokens, "total_tokens": total}
-
-
-class RequestRefusedError(Exception):
-    """Refuses an agent's request. The response has HTTP status `status`, and JSON with `code` and the message."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
-    """An agent's request for the next message of a conversation: the body of POST .../chat/completions, checked."""
-
-    messages: list[Message]
-    tools: list[Schema]
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    stream_usage: bool
-    model: str
-    ignored: tuple[str, ...]
-    """The names of parameters in the request that have no effect."""
-
-    @classmethod
-    def from_body(cls, body: Any) -> CompletionRequest:
-        """Check a JSON body and return it as a request.
-
-        Raises:
-            RequestRefusedError: the body is invalid, or asks for something that the policy can't be trained on.
-        """
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-            raise _invalid("messages", "a list of messages", body)
-        if refused := [key for key, nothing in _REFUSED.items() if body.get(key) not in (None, nothing)]:
-            raise RequestRefusedError(
-                400, "unsupported", f"the policy can't be trained on a reply with {', '.join(refused)}: leave it out"
-            )
-        tools, options = _tools(body.get("tools")), body.get("stream_options")
-        return cls(
-            messages=_messages(body["messages"]), max_tokens=_max_tokens(body), stop=_stop(body.get("stop")),
-            # "none" asks for a reply without calls: the model hardly calls tools that are not described to it.
-            tools=[] if body.get("tool_choice") == "none" else tools,
-            stream=bool(body.get("stream")), model=str(body.get("model", "policy")),
-            stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-            ignored=tuple(key for key, honoured in IGNORED.items() if body.get(key) not in (None, *honoured)),
-        )  # fmt: skip
-
-
-def _messages(messages: list[Any]) -> list[Message]:
-    try:
-        plain = plain_messages(messages)
-    except ValueError as error:
-        raise RequestRefusedError(400, "invalid_request", str(error)) from None
-    has_called = False
-    for position, message in enumerate(plain):
-        has_called = has_called or "tool_calls" in message
-        if message["role"] == "tool" and not has_called:
-            raise RequestRefusedError(
-                400, "invalid_request",
-                f"messages[{position}] has the role tool, and no message before it has tool_calls: keep the reply with "
-                "the call before its result",
-            )  # fmt: skip
-    return plain
-
-
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    """Return the lower of max_completion_tokens and max_tokens in a body, or None if neither is set."""
-    found = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None}
-    for name, value in found.items():
-        if type(value) is not int or value < 1:
-            raise _invalid(name, "a whole number from 1", value)
-    return min(found.values(), default=None)
-
-
-def _tools(tools: Any) -> list[Schema]:
-    if tools is None:
-        return []
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in _list(tools, "tools")]
-    for function in functions:
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _invalid("tools", "objects of the type function, with function.name", tools)
-    return [{"type": "function", "function": function} for function in functions]
-
-
-def _stop(stop: Any) -> tuple[str, ...]:
-    texts = [stop] if isinstance(stop, str) else _list(stop or [], "stop")
-    if not all(isinstance(text, str) and text for text in texts):
-        raise _invalid("stop", "texts", stop)
-    return tuple(texts)
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _invalid(name, "a list", value)
-    return value
-
-
-def _invalid(name: str, allowed: str, value: Any) -> RequestRefusedError:
-    return RequestRefusedError(400, "invalid_request", f"{name} must be {allowed}, got {value!r:.200}")

@@ -1,0 +1,1 @@
+"""The HTTP endpoint of agents: chat completions and responses, as OpenAI's, and messages, as Anthropic's."""

@@ -1,0 +1,246 @@
+"""Chat completions, responses and messages, by the official clients: the same conversation is the same row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+import aiohttp
+import anthropic
+import numpy as np
+import openai
+import pytest
+
+from rollout_server.engines.base import SampledReply
+from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
+from tests.kit.episodes.endpoint import ADD, TOKENIZER, client, with_session
+from tests.kit.episodes.example_tools import add
+
+QUESTION, ANSWER = "17+25, and 1+2?", "42 and 3."
+CALLS = "I add.\n" + "\n".join(
+    f'<tool_call>\n{{"name":"add",  "arguments":{{"a":{a},"b":{b}}}}}\n</tool_call>' for a, b in ((17, 25), (1, 2))
+)
+NAME, DESCRIPTION, PARAMETERS = (ADD["function"][key] for key in ("name", "description", "parameters"))
+
+
+def claude(opened: OpenSession, **options: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=opened.base_url, api_key="none", **options)
+
+
+async def chat_agent(opened: OpenSession, streams: bool) -> str:
+    """Play with OpenAI's chat completions until the model answers, and return the answer."""
+    messages: list[Any] = [{"role": "system", "content": "Add."}, {"role": "user", "content": QUESTION}]
+    async with client(opened) as llm:
+        while True:
+            asked: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [ADD]}
+            if streams:
+                chunks = [chunk async for chunk in await llm.chat.completions.create(**asked, stream=True)]
+                message: Any = chunks[0].choices[0].delta
+            else:
+                message = (await llm.chat.completions.create(**asked)).choices[0].message
+            messages.append({"role": "assistant", "content": message.content})
+            if not message.tool_calls:
+                return message.content
+            kept = {"id", "type", "function"}
+            messages[-1]["tool_calls"] = [call.model_dump(include=kept) for call in message.tool_calls]
+            for call in message.tool_calls:
+                result = add(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+async def responses_agent(opened: OpenSession, streams: bool) -> str:
+    """Play with OpenAI's responses until the model answers, and return the answer."""
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    tool: Any = {"type": "function", "name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS, "strict": True}
+    async with client(opened) as llm:
+        while True:
+            asked: dict[str, Any] = {"model": "policy", "instructions": "Add.", "input": items, "tools": [tool]}
+            if streams:
+                async with llm.responses.stream(**asked) as stream:
+                    response: Any = await stream.get_final_response()
+            else:
+                response = await llm.responses.create(**asked)
+            assert response.status == "completed" and response.usage.output_tokens > 0
+            items += [item.model_dump(exclude={"parsed", "parsed_arguments"}) for item in response.output]
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                return response.output_text
+            for call in calls:
+                output = str(add(**json.loads(call.arguments)))
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+
+
+async def messages_agent(opened: OpenSession, streams: bool) -> str:
+    """Play with Anthropic's messages until the model answers, and return the answer."""
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    tool: Any = {"name": NAME, "description": DESCRIPTION, "input_schema": PARAMETERS}
+    async with claude(opened) as llm:
+        while True:
+            asked: dict[str, Any] = {
+                "model": "policy", "max_tokens": 200, "messages": messages, "tools": [tool],
+                "system": [{"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}],
+            }  # fmt: skip
+            if streams:
+                async with llm.messages.stream(**asked) as stream:
+                    message = await stream.get_final_message()
+            else:
+                message = await llm.messages.create(**asked)
+            messages.append({"role": "assistant", "content": message.content})
+            calls = [block for block in message.content if block.type == "tool_use"]
+            assert message.stop_reason == ("tool_use" if calls else "end_turn") and message.usage.output_tokens > 0
+            if not calls:
+                return message.content[0].text  # type: ignore[union-attr]
+            results = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": str(add(**call.input))}  # type: ignore[arg-type]
+                for call in calls
+            ]
+            messages.append({"role": "user", "content": results})
+
+
+def versioned(*texts: str) -> Callable[[list[int], int], Awaitable[SampledReply]]:
+    """Sample these texts. Each token has its own logprob, and every third one a newer version."""
+    left, number = list(texts), count()
+
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
+        reply = [*TOKENIZER(left.pop(0), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+        numbers = np.array([next(number) for _ in reply])
+        return SampledReply(
+            tokens=np.array(reply, np.int32), logprobs=(-1e-3 * numbers).astype(np.float32),
+            versions=(numbers // 3).astype(np.int32), finish_reason="stop",
+        )  # fmt: skip
+
+    return generate
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("agent", [responses_agent, messages_agent])
+def test_every_api_records_the_row_that_chat_completions_record(
+    agent: Callable[[OpenSession, bool], Awaitable[str]], streams: bool
+) -> None:
+    rows = []
+    for play, does_stream in ((chat_agent, False), (agent, streams), (chat_agent, True)):
+
+        async def use(endpoint: AgentEndpoint, opened: OpenSession, play: Any = play, does: bool = does_stream) -> None:
+            assert await play(opened, does) == ANSWER
+            assert endpoint.counts["requests"] == 2 and endpoint.notes == []
+
+        session = with_session(use, generate=versioned(CALLS, ANSWER))
+        rows += session.rows()
+        assert session.counts.rewritten == 0
+    expected, *others = rows
+    assert len(others) == 2 and len(set(expected.versions)) > 10
+    assert TOKENIZER.decode(expected.tokens[expected.mask]) == f"{CALLS}<|im_end|>{ANSWER}<|im_end|>"
+    for row in others:
+        for name in ("tokens", "mask", "versions", "logprobs"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
+
+
+def test_the_key_may_be_the_api_key_of_anthropics_client() -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        root = opened.base_url.partition("/s/")[0]
+        async with anthropic.AsyncAnthropic(base_url=root, api_key=opened.key) as llm:
+            assert (await llm.messages.create(**asked)).model == "m"
+        async with anthropic.AsyncAnthropic(base_url=root, api_key="other") as llm:
+            with pytest.raises(anthropic.AuthenticationError):
+                await llm.messages.create(**asked)
+
+    assert with_session(agent, "a").num_turns == 1
+
+
+def test_a_reply_says_in_each_api_why_it_ended() -> None:
+    async def cut(tokens: list[int], max_tokens: int) -> SampledReply:
+        text = np.array(TOKENIZER("The lazy dog sleeps.")["input_ids"][:max_tokens], np.int32)
+        zeros = np.zeros(len(text), np.int32)
+        return SampledReply(tokens=text, logprobs=zeros.astype(np.float32), versions=zeros, finish_reason="length")
+
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        async with client(opened) as llm:
+            response = await llm.responses.create(model="policy", input="hi", max_output_tokens=2)
+            assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"  # type: ignore[union-attr]
+        asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+        async with claude(opened) as llm:
+            message = await llm.messages.create(max_tokens=2, **asked)
+            assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+            async with llm.messages.stream(max_tokens=9, stop_sequences=["x", "lazy"], **asked) as stream:
+                message = await stream.get_final_message()
+            assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "lazy")
+            assert message.content[0].text == "The "  # type: ignore[union-attr]
+
+    assert with_session(agent, generate=cut).num_turns == 3
+
+
+RESPONSES_BODY: dict[str, Any] = {"model": "policy", "input": "hi"}
+MESSAGES_BODY: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+    ("responses", {"background": True}, "background"),
+    ("responses", {"include": ["message.output_text.logprobs"]}, "include"),
+    ("responses", {"tools": [{"type": "web_search", "name": "x"}]}, "web_search"),
+    ("responses", {"tools": [{"name": "x"}]}, "tools"),
+    ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
+    ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+    ("responses", {"nonsense": 1}, "nonsense"),
+    ("messages", {"container": "c"}, "container"),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+    ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0]"),
+    ("messages", {"messages": [{"role": "tool", "content": "4"}]}, "messages[0]"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0]"),
+    ("messages", {"stop_sequences": [5]}, "stop_sequences"),
+]
+"""(The API, what is wrong with a request, what its refusal names)."""
+
+
+def test_a_parameter_that_is_not_supported_gets_400_with_its_name() -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        bodies = {"responses": RESPONSES_BODY, "messages": MESSAGES_BODY}
+        async with aiohttp.ClientSession() as http:
+            for path, change, named in REFUSED:
+                async with http.post(f"{opened.base_url}/{path}", json=bodies[path] | change) as reply:
+                    assert (reply.status, reply.headers["x-should-retry"]) == (400, "false"), change
+                    assert named in (await reply.json())["error"]["message"], change
+        async with client(opened) as llm:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await llm.responses.create(**RESPONSES_BODY, top_logprobs=3)
+            assert refused.value.code == "unsupported"
+        async with claude(opened) as llm:
+            with pytest.raises(anthropic.BadRequestError) as not_here:
+                await llm.messages.create(**MESSAGES_BODY, extra_body={"mcp_servers": [{"url": "x"}]})
+            assert not_here.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+    assert with_session(agent, "a").num_turns == 0
+
+
+def test_what_changes_only_how_the_policy_samples_is_ignored_and_counted() -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        async with client(opened) as llm:
+            await llm.responses.create(**RESPONSES_BODY, reasoning={"effort": "low"}, temperature=0.2, store=False)
+        async with claude(opened) as llm:
+            await llm.messages.create(**MESSAGES_BODY, tool_choice={"type": "any"}, extra_body={"top_k": 5})
+        counted = {name for name, number in endpoint.counts.items() if name.startswith("ignored/") and number}
+        assert counted == {"ignored/temperature", "ignored/reasoning", "ignored/tool_choice", "ignored/top_k"}
+
+    assert with_session(agent, "a", "b").num_turns == 2
+
+
+def test_a_retry_of_anthropics_client_finds_the_reply_that_is_under_way() -> None:
+    calls = 0
+    reply = versioned("a")
+
+    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(1.0)
+        return await reply(tokens, max_tokens)
+
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        async with claude(opened, timeout=0.4, max_retries=5) as llm:
+            await llm.messages.create(**MESSAGES_BODY)
+        assert endpoint.counts["retries"] >= 1 and calls == 1
+
+    assert with_session(agent, generate=slow).num_turns == 1

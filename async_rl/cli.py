@@ -10,10 +10,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,16 @@ from async_rl.base.run_dir.files import split_tails
 from async_rl.base.seams.lookup import check_extra, check_module_names
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+GROUPS = {
+    "start": ("init", "doctor"),
+    "train": ("sft", "reward-model", "train", "sweep"),
+    "look": ("status", "view", "report", "eval", "plan"),
+    "export": ("export", "export-trajectories"),
+    "advanced": ("answer", "certify", "config", "keys", "prepare"),
+}
+"""The commands of `async-rl --help`, by its headings."""
+OTHER_COMMANDS = {"resume": "train --resume RUN_DIR", "run": "train CONFIG", "compare": "sweep or report"}
+"""What to type in place of commands that people expect."""
 BOUNDS = "0,1,2,3,5,8,10"
 BELOW = "1.25/8 is staleness.depth 1.25 below staleness.max 8"
 
@@ -51,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """An argument parser whose help begins with the description: a sentence and an example."""
 
     def format_help(self) -> str:
@@ -63,19 +75,25 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; the result's `run` is the command's function. CONFIG and key=value words may be anywhere."""
-    parser = _Parser(
-        prog="async-rl",
+    parser = _CommandParser(
+        prog="async-rl", usage="async-rl [-h] [--version] COMMAND ...", formatter_class=argparse.RawTextHelpFormatter,
         description=_description(
             "Asynchronous RL post-training of language models with bounded staleness.",
             "async-rl train quickstart.yaml      # which async-rl init writes",
         ),
     )
     parser.add_argument("--version", action="version", version=f"async-rl {async_rl.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(required=True, dest="command", prog="async-rl", help=argparse.SUPPRESS)
     _add_commands(commands)
     _add_sweeps(commands)
+    parser.epilog = _grouped_help(commands.choices)
 
+    arguments = sys.argv[1:] if arguments is None else arguments
+    first = next((word for word in arguments if not word.startswith("-")), "")
+    if first and first not in commands.choices:
+        parser.error(_unknown_command(first, commands.choices))
     args, rest = parser.parse_known_args(arguments)
+    parser = commands.choices[args.command]  # its usage belongs to what may be wrong from here on
     if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if hasattr(args, "words"):
@@ -83,13 +101,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         config = next((word for is_config in (_has_no_value, _is_file) for word in words if is_config(word)), None)
         args.config = os.path.expanduser(config) if config else None
         args.overrides = [word for word in words if word is not config]
+        if args.command == "train" and args.staleness is not None:
+            args.overrides.append(f"staleness.max={args.staleness}")
         if args.needs_config and not args.config and getattr(args, "resume", "") in ("", "auto"):
             begin_with = "quickstart.yaml, which `async-rl init` writes"
-            parser.error(f"{args.command} needs a CONFIG, e.g. {begin_with}{args.or_else}")
+            parser.error(f"it needs a CONFIG, e.g. {begin_with}{args.or_else}")
     for name, value in vars(args).items():
         if isinstance(value, Path):
             setattr(args, name, value.expanduser())
     return args
+
+
+def _grouped_help(commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Return the list of commands for `async-rl --help`, under the headings of GROUPS."""
+    groups = [
+        f"{title}:\n" + "\n".join(f"  {name:<20} {commands[name].get_default('about')}" for name in names)
+        for title, names in GROUPS.items()
+    ]
+    return "\n\n".join([*groups, "async-rl COMMAND --help shows the options of a command, with an example."])
+
+
+def _unknown_command(word: str, commands: Iterable[str]) -> str:
+    """Return the error for a command that does not exist. It names the nearest one."""
+    near = OTHER_COMMANDS.get(word) or next(iter(get_close_matches(word, commands, n=1)), "")
+    hint = f"Did you mean async-rl {near}?" if near else "async-rl --help lists them."
+    return f"there is no command {word}. {hint}"
 
 
 def _has_no_value(word: str) -> bool:
@@ -116,14 +152,14 @@ def _add_command(
         example: what a user types after the command's name.
     """
     description = _description(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
-    parser.set_defaults(run=run)
+    parser: argparse.ArgumentParser = commands.add_parser(name, description=description)
+    parser.set_defaults(run=run, about=help)
     return parser
 
 
 def _add_commands(commands: Any) -> None:
     quickstart, add = "quickstart.yaml", partial(_add_command, commands)
-    about = "write an example with its reward into this folder, to begin a project with"
+    about = "write an example config with its reward into this folder"
     init = add("init", _init, about, "quickstart")
     about = "quickstart: a tiny model learns to spell words backward; agent: it learns to look letters up over several "
     about += "turns; math: Qwen2.5-0.5B learns GSM8K on one GPU (default: %(default)s)"
@@ -136,28 +172,34 @@ def _add_commands(commands: Any) -> None:
         help="continue from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own. "
         "auto: start the run of CONFIG, or continue it if it has a checkpoint, as jobs that are preempted want it",
     )
-    train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
-    about = "with --dry-run of a run over several hosts: the memory of their GPUs, e.g. 80, for a table of what fits"
+    about = "staleness.max: how many versions older than the learner's weights a trained token may be; 0: synchronous"
+    train.add_argument("--staleness", type=int, metavar="N", help=about)
+    about = "print what differs from the defaults, derived sizes, hosts and memory; start nothing"
+    train.add_argument("--dry-run", action="store_true", help=about)
+    train.add_argument("--all", action="store_true", help="with --dry-run: also print every setting, as YAML")
+    about = "with --dry-run of a run over several hosts: the memory of their GPUs, e.g. 80, to show what fits"
     train.add_argument("--gpu-gb", type=float, default=0.0, metavar="GB", help=about)
-    train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
+    train.add_argument("--view", action="store_true", help="show the run in the browser while it runs; see view")
     about = "measure whether engine and learner compute the same logprobs: a short synchronous run, and its certificate"
     _add_config(add("certify", _certify, about, f"{quickstart} rollout.engine=sglang"))
-    about = "make model.path from sft.base by supervised fine-tuning"
+    about = "make the first model, model.path, from sft.base by supervised fine-tuning"
     _add_config(add("sft", _sft, about, "quickstart.yaml sft.steps=100"))
-    about = "make reward_model.path of comparisons between answers"
+    about = "train reward_model.path on comparisons between answers"
     _add_config(add("reward-model", _reward_model, about, "my_comparisons.yaml reward_training.epochs=1"))
 
     about = "convert a data set's original files for task.path"
     prepare = add("prepare", _prepare, about, "gsm8k train.jsonl gsm8k_train.parquet")
-    prepare.add_argument("dataset", choices=["gsm8k"])
-    prepare.add_argument("source", type=Path, metavar="IN.jsonl")
-    prepare.add_argument("target", type=Path, metavar="OUT.parquet")
+    prepare.add_argument("dataset", choices=["gsm8k"], help="the data set")
+    prepare.add_argument("source", type=Path, metavar="IN.jsonl", help="the original file")
+    prepare.add_argument("target", type=Path, metavar="OUT.parquet", help="the file to write")
 
     about = "print the JSON schema of the configuration, for editors"
-    add("config", _config, about, "schema > config.schema.json").add_argument("action", choices=["schema"])
+    add("config", _config, about, "schema > config.schema.json").add_argument(
+        "action", choices=["schema"], help="what to print"
+    )
 
-    keys = add("keys", _keys, "make the keys that let the buffer leave loopback", "new my-keys")
-    keys.add_argument("action", choices=["new"])
+    keys = add("keys", _keys, "create encryption keys for a run over several hosts", "new my-keys")
+    keys.add_argument("action", choices=["new"], help="what to do")
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
 
     about = "write a checkpoint as a Hugging Face folder"
@@ -166,7 +208,7 @@ def _add_commands(commands: Any) -> None:
         "checkpoint", metavar="CHECKPOINT", type=os.path.expanduser,
         help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest",
     )
-    export.add_argument("target", type=Path, metavar="OUT_DIR")
+    export.add_argument("target", type=Path, metavar="OUT_DIR", help="the folder to write")
 
     about = "measure the held-out accuracy of a model folder"
     evaluate = add("eval", _eval, about, "runs/quickstart/model eval.samples_per_prompt=4")
@@ -176,22 +218,22 @@ def _add_commands(commands: Any) -> None:
 
     about = "write a run's journal as Parquet"
     trajectories = add("export-trajectories", _export_trajectories, about, "runs/quickstart trajectories.parquet")
-    trajectories.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
+    trajectories.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of the run")
+    trajectories.add_argument("target", type=Path, metavar="OUT.parquet", help="the file to write")
     trajectories.add_argument("--text", action="store_true", help="add prompt and answer as text and ground truth")
 
     about = "answer a run that its watcher has paused"
     answer = add("answer", _answer, about, "runs/my-run go-on")
-    answer.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    answer.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of the run")
     answer.add_argument(
         "answer", choices=("go-on", "rollback", "stop"), help="go-on: accept the rules that broke; rollback: go back "
         "to the checkpoint before the trouble, with smaller steps; stop: end the run with the model of that checkpoint",
     )
-    status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    status = add("status", _status, "show what each process of a run is doing, or did last", "runs/quickstart")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of the run")
 
     view = add("view", _view, "show a run or a list of runs in the browser, live", "runs/quickstart")
-    view.add_argument("folder", type=Path, metavar="FOLDER")
+    view.add_argument("folder", type=Path, metavar="FOLDER", help="a run's folder, or a folder of runs")
     view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
 
     doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
@@ -205,40 +247,51 @@ def _add_sweeps(commands: Any) -> None:
         "quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
     )
     _add_config(sweep)
-    of_bounds = f"values of staleness.max; {BELOW} (default: %(default)s)"
-    sweep.add_argument("--staleness", default=BOUNDS, help=of_bounds)
-    sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
-    sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first run (default: %(default)s)")
+    of_bounds = f"values of staleness.max; {BELOW} (default: {BOUNDS})"
+    sweep.add_argument("--staleness", metavar="N,N", help=of_bounds)
+    about = "runs of every combination (default: %(default)s)"
+    sweep.add_argument("--seeds", type=int, default=3, metavar="N", help=about)
+    about = "run.seed of the first run (default: %(default)s)"
+    sweep.add_argument("--first-seed", type=int, default=0, metavar="N", help=about)
     sweep.add_argument("--mode", choices=["bounded", "exact", "both"], help="staleness.mode (default: the config's)")
-    sweep.add_argument("--correction", help="comma-separated: none,coupled,decoupled_tis (default: the config's)")
+    about = "comma-separated: none,coupled,decoupled_tis (default: the config's)"
+    sweep.add_argument("--correction", metavar="KIND,KIND", help=about)
     sweep.add_argument("--axis", action="append", default=[], metavar="KEY=V,V", help="e.g. learner.lr=1e-4,3e-4")
-    sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
-    sweep.add_argument("--name", help="folder under run.dir (default: <run.name>-sweep)")
-    sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
+    about = "time for every cell, instead of run.steps"
+    sweep.add_argument("--seconds", type=float, default=0.0, metavar="S", help=about)
+    sweep.add_argument("--name", metavar="NAME", help="folder under run.dir (default: <run.name>-sweep)")
+    about = "stop after so many cells; the same command continues"
+    sweep.add_argument("--max-cells", type=int, metavar="N", help=about)
     sweep.add_argument(
         "--parallel", default="1", metavar="N|auto",
-        help="cells at once, each with its part of the GPUs, or without any of the cores; auto: as many as fit of the "
-        "largest. 1 on a Ray cluster",
+        help="simultaneous cells, each with a part of the GPUs, or of the cores if there are none; auto: as many as "
+        "fit. 1 on a Ray cluster",
     )
+    sweep.add_argument("--yes", action="store_true", help="don't ask before a sweep without --staleness")
     sweep.add_argument("--dry-run", action="store_true", help="print cells, places and time, start nothing")
 
     sentence = "make table, plots and the page report.html of a sweep or a run"
     report = add("report", _report, sentence, "runs/quickstart-sweep")
-    report.add_argument("folder", type=Path, metavar="RUN_DIR")
+    report.add_argument("folder", type=Path, metavar="RUN_DIR", help="the folder of a sweep or a run")
 
     sentence = "predict the speed of each staleness bound by simulation"
     plan = add("plan", _plan, sentence, "--train-s 40 --rollout-s 60")
     plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
-    plan.add_argument("--staleness", default=BOUNDS, help=f"as for sweep; {BELOW} (default: %(default)s)")
+    about = f"as for sweep; {BELOW} (default: %(default)s)"
+    plan.add_argument("--staleness", default=BOUNDS, metavar="N,N", help=about)
     seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")
-    seconds.add_argument("--train-s", type=float, help="training time of a batch")
-    seconds.add_argument("--rollout-s", type=float, help="time to generate a batch on a fully loaded engine")
-    seconds.add_argument("--sync-s", type=float, help="time of a weight push")
-    seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="time of a group that runs alone")
-    seconds.add_argument("--load-s", type=float, help="time that each further group in flight adds to a group")
-    seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
-    seconds.add_argument("--concurrency", type=int, help="rollout.max_groups_in_flight of all workers")
-    seconds.add_argument("--prompts-per-step", type=int)
+    seconds.add_argument("--train-s", type=float, metavar="S", help="training time of a batch")
+    about = "time to generate a batch on a fully loaded engine"
+    seconds.add_argument("--rollout-s", type=float, metavar="S", help=about)
+    seconds.add_argument("--sync-s", type=float, metavar="S", help="time of a weight push")
+    about = "time of a group that runs alone"
+    seconds.add_argument("--group-s", type=float, dest="group_mean_s", metavar="S", help=about)
+    about = "time that each further group in flight adds to a group"
+    seconds.add_argument("--load-s", type=float, metavar="S", help=about)
+    about = "standard deviation of a group's time over its mean"
+    seconds.add_argument("--cv", type=float, dest="group_cv", metavar="X", help=about)
+    seconds.add_argument("--concurrency", type=int, metavar="N", help="rollout.max_groups_in_flight of all workers")
+    seconds.add_argument("--prompts-per-step", type=int, metavar="N", help="learner.prompts_per_step")
     seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.on_late")
 
 
@@ -290,6 +343,8 @@ def _train(args: argparse.Namespace) -> int:
         check_extra("page", "--view")
     if args.gpu_gb and not args.dry_run:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
+    if args.all and not args.dry_run:
+        raise ConfigError("--all goes with --dry-run; a run writes its settings to config.yaml in its folder")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.base.telemetry.metrics_logger import format_summary
         from async_rl.pipeline import run
@@ -307,7 +362,7 @@ def _train(args: argparse.Namespace) -> int:
         if args.dry_run:
             from async_rl.run.before_start.dry_run import dry_run
 
-            text = dry_run(config, signals.check, args.gpu_gb)
+            text = dry_run(config, signals.check, args.gpu_gb, args.all)
             signals.check()
         else:
             text = format_summary(run(config, signals, beside))
@@ -436,10 +491,17 @@ def _doctor(args: argparse.Namespace) -> int:
 def _sweep(args: argparse.Namespace) -> int:
     from async_rl.tools.sweeps.sweep import plan_of, run_and_report, sweep_of
 
+    is_bare = not args.staleness
+    args.staleness = args.staleness or BOUNDS
     sweep = sweep_of(args)
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0
+    if is_bare:
+        print(f"this sweep makes {prod(len(axis.levels) for axis in sweep.axes)} runs: staleness.max {BOUNDS}, each "
+              f"with {args.seeds} seeds. --staleness 0,1,4 --seeds 1 makes fewer; --dry-run lists them", flush=True)
+        if not args.yes and sys.stdin.isatty() and input("start? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 0
     return run_and_report(sweep)
 
 

@@ -16,7 +16,7 @@ from async_rl import pipeline
 from async_rl.base.config import Config
 from async_rl.base.errors import ProcessDiedError
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.cli import main
+from async_rl.cli import GROUPS, main
 from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import MarkedCommand, wait_until
 from tests.kit.models import save_tiny_model
@@ -58,6 +58,42 @@ def test_a_wrong_command_line_ends_with_code_2(
     assert "async-rl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "meant"), [("trian", "async-rl train"), ("resume", "train --resume"), ("evl", "async-rl eval")]
+)
+def test_a_command_that_there_is_not_is_answered_with_the_one_that_was_meant(
+    command: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "config.yaml"])
+    assert meant in capsys.readouterr().err
+
+
+def test_help_lists_every_command_once_and_errors_show_the_commands_own_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines() if line.startswith("  ")][2:] == listed
+    for name in listed:
+        with pytest.raises(SystemExit):
+            main([name, "--nonsense", "a", "b", "c"])
+        assert f"usage: async-rl {name} " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["fly"])
+    assert "nonsense" not in capsys.readouterr().err
+
+
+def test_staleness_is_an_option_of_train(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(pipeline, "run", lambda config, *_: seen.append(config) or {})
+    assert main(["train", str(config_file), "--staleness", "3"]) == 0
+    assert main(["train", "--staleness", "0", str(config_file), "staleness.max=2"]) == 0
+    assert [config.staleness.max for config in seen] == [3, 0]
+
+
 def test_config_and_overrides_may_stand_before_and_behind_options(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +113,7 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
 def test_the_size_of_gpus_is_for_a_dry_run(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("async_rl.run.before_start.dry_run.dry_run", lambda config, check, gpu_gb: f"{gpu_gb}")
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.dry_run", lambda config, check, gpu_gb, _: f"{gpu_gb}")
     assert main(["train", str(config_file), "--dry-run", "--gpu-gb", "80"]) == 0
     assert capsys.readouterr().out == "80.0"
     assert main(["train", str(config_file), "--gpu-gb", "80"]) == 2

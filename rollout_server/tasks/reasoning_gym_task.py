@@ -130,11 +130,16 @@ class ReasoningGymTask(Task):
             if self.is_short_enough(question) and question.messages[0]["content"] not in found:
                 found[question.messages[0]["content"]] = question
                 num_fruitless = 0
+        if not found:
+            raise ConfigError(
+                f"all of {num_draws} questions of {self._config.name} have more than task.max_prompt_tokens = "
+                f"{self._config.max_prompt_tokens} tokens: raise it"
+            )
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
             f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
-            f"eval.num_prompts = {self.eval_size}. Set eval.num_prompts to at most {len(found) // 4}, or widen "
-            f"task.params."
+            f"eval.num_prompts = {self.eval_size}. Set eval.num_prompts to at most {len(found) // 4}, raise "
+            f"task.max_prompt_tokens, or widen task.params."
         )
 
     def _question(self, kind: int, draw: int, position: int) -> Question:

@@ -100,6 +100,7 @@ def test_a_list_of_any_length_is_read_and_written(tmp_path: Path) -> None:
         ("max_staleness=2", "staleness.max"), ("orchestrator.max_off_policy_steps=8", "staleness.max"),
         ("rollout.max_head_offpolicyness=2", "staleness.max"), ("num_generations=8", "rollout.group_size"),
         ("actor_rollout_ref.rollout.n=8", "rollout.group_size"), ("algorithm.beta=0.1", "algorithm.kl.coef"),
+        ("kl.coef=0.1", "algorithm.kl.coef"), ("clip={dual: 3.0}", "algorithm.clip.dual"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path, override: str, nearest: str) -> None:

@@ -72,7 +72,7 @@ def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Pat
     )
     assert here - there == {
         "network.host", "placement", "weight_sync.transport", "model.path loads", "disk",
-        "memory of the run", "how the learner updates servers",
+        "memory of the run", "how the learner updates servers", "learner.lr",
     }
 
 

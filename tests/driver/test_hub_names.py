@@ -46,7 +46,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def test_a_dry_run_fetches_and_shows_the_commits(hub: HubServer) -> None:
-    text = dry_run(config_of())
+    text = dry_run(config_of(), shows_all=True)
     assert f"path: hf://{MODEL}@{hub.models[MODEL].branches['main']}\n" in text
     assert f"eval_path: hf://{DATA}@{hub.datasets[DATA].branches['main']}:test\n" in text
     assert set(hub.downloads.values()) == {1}

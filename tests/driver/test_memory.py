@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen2Config
 
 from async_rl.base.config import Config
+from async_rl.base.config.loading import load_config, read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
@@ -312,9 +313,19 @@ def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.Monk
     text = dry_run(make_config(model_folder, rollout={"engine": "hf"}))
     assert re.search(r"\n# epochs of the training prompts, at least +0\.16 of 10000 prompts\n", text)
     assert "\n# memory\n# host: " in text and "#   policy: activations " in text
-    (changed,) = re.findall(r"\n# differs from the defaults\n((?:# .*\n)+)", text)
+    (changed,) = re.findall(r"\A# differs from the defaults\n((?:# .*\n)+)", text)
     keys = {line.split()[1] for line in changed.splitlines()}
     assert keys == {"model.path", "task.name", "rollout.engine", "staleness.max"}
+
+
+def test_a_dry_run_prints_all_settings_only_if_asked_and_then_is_valid_yaml(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [])
+    config = make_config(model_folder, rollout={"engine": "hf"})
+    short, whole = dry_run(config), dry_run(config, shows_all=True)
+    assert whole.startswith(short) and read_yaml(short)[0] is None
+    assert load_config(read_yaml(whole)[0]) == config
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import signal
@@ -341,6 +342,27 @@ def test_a_dry_run_says_cells_places_and_time(box: None, tmp_path: Path, capsys:
     assert "4 at once: GPU 0,1, core 0,1,2,3,4,5,6,7; GPU 2,3, core 8" in text and "90 min" in text
     assert text.count("| starts |") == 33 and not (tmp_path / "s").exists()
     assert "10 min" in plan_of(make(tmp_path, seconds=600.0, max_cells=1)), "of the cells of this command"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_terminal", "answer", "starts"),
+    [
+        ([], True, "n", False), ([], True, "y", True), ([], False, "", True), (["--yes"], True, "", True),
+        (["--staleness", "0,1"], True, "", True),
+    ],
+)  # fmt: skip
+def test_a_sweep_without_staleness_asks_on_a_terminal_and_else_says_its_runs(
+    words: list[str], is_terminal: bool, answer: str, starts: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    started: list[Sweep] = []
+    monkeypatch.setattr("async_rl.tools.sweeps.sweep.run_and_report", lambda sweep: started.append(sweep) or 0)
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer + "\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal)
+    assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path}", *words]) == 0
+    said = capsys.readouterr().out
+    assert bool(started) is starts and ("21 runs" in said) is ("--staleness" not in words)
+    assert ("start?" in said) is bool(answer)
 
 
 def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, ends_at: int, signals: int) -> tuple[int, float]:

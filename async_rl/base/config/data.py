@@ -88,7 +88,8 @@ class TaskConfig:
         num_sources = bool(self.name) + bool(self.path)
         check(
             num_sources == 1 or (num_sources == 0 and bool(self.env)), "task", (self.name, self.path),
-            "one of task.name and task.path", "" if num_sources else "Only a run with task.env may have neither.",
+            "one of task.name and task.path",
+            "Clear the other one, e.g. task.name=" if num_sources else "Only a run with task.env may have neither.",
         )
         check(
             not (self.env and self.agent), "task.agent", self.agent, f"empty with task.env {self.env}",

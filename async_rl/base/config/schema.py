@@ -135,6 +135,11 @@ def _unknown_key(path: Sequence[str | int], value: Any, kind: type, prefix: str)
         hint = elsewhere
     elif near := get_close_matches(name, names, n=1, cutoff=0.7):
         hint = f"did you mean {_dotted(near, section)}?"
+    elif below := [
+        _dotted([leaf], prefix) for leaf in leaf_schemas(kind) for each in _leaves_in(name, value)
+        if f".{leaf}".endswith(f".{each}")
+    ]:
+        hint = f"did you mean {' or '.join(below)}?"
     elif below := [each for each in _names_in(value) if each in OTHER_NAMES]:
         hint = ", ".join(f"{each}: {OTHER_NAMES[each]}" for each in below)
     elif near := get_close_matches(name, leaves, n=1, cutoff=0.85):
@@ -142,6 +147,13 @@ def _unknown_key(path: Sequence[str | int], value: Any, kind: type, prefix: str)
     else:
         hint = f"allowed {'in ' + section if section else 'at the top'}: {', '.join(names)}"
     return Problem(key, f"unknown key {key}", f"; {hint}")
+
+
+def _leaves_in(name: str, value: Any) -> list[str]:
+    """Return the dotted keys at and below `name`, such as kl.coef, that have a value."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [leaf for below, each in value.items() for leaf in _leaves_in(f"{name}.{below}", each)]
 
 
 def _names_in(value: Any) -> list[str]:

@@ -188,13 +188,16 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def policy_lr(config: Config) -> float:
-    """Return the policy's learning rate: learner.lr or, if that is auto, computed from the size of model.path.
+    """Return the policy's learning rate: learner.lr, or if that is auto, `auto_lr`."""
+    return auto_lr(config) if config.learner.lr == "auto" else config.learner.lr
+
+
+def auto_lr(config: Config) -> float:
+    """Return the learning rate that learner.lr = auto means: it is computed from the size of model.path.
 
     Raises:
-        ConfigError: learner.lr is auto, and the folder has no complete weight files.
+        ConfigError: the folder has no complete weight files.
     """
-    if config.learner.lr != "auto":
-        return config.learner.lr
     weights = sum(math.prod(shape) for shape in weight_shapes(Path(config.model.path)).values())
     return default_lr(weights, has_adapters=config.model.lora.rank > 0)
 

@@ -113,6 +113,10 @@ def import_object(name: str, key: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            file = f"{missing.replace('.', '/')}.py"
+            raise ConfigError(f"{key} {name!r}: there is no {file} in {os.getcwd()}, and no such package") from error
         at = raised_at(error)
         place = f", at {at}" if at and not at.startswith(__file__) else ""
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Shows the resolved configuration and the sizes that follow from it, without starting a run."""
+"""Shows which settings differ from the defaults and the sizes that follow from them, without starting a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from async_rl.run.processes.placement import explain, find_hosts, runs_here
 NO_SIZE = "the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
 
 
-def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0) -> str:
-    """Check a configuration, and return as text its resolved settings and the sizes derived from them. Starts no run.
+def dry_run(
+    config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0, shows_all: bool = False
+) -> str:
+    """Check a configuration, and return as text its changed settings and the sizes derived from them. Starts no run.
 
     Args:
         check: called regularly while a model is downloaded. If it raises, the download ends.
         gpu_gb: the memory of the smallest GPU, in units of 1e9 bytes, if the run uses other hosts; 0: not known.
+        shows_all: the text ends with all settings. It is valid YAML, as the rest is comments.
 
     Raises:
         ConfigError: the run can't work, or needs more memory than GPUs of `gpu_gb` have.
@@ -59,19 +62,17 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     }
     if config.records_support:
         derived["supports, bytes a sampled token"] = supports_line(config)
-    text = dump_config(shown)
+    settings = dump_config(shown)
     sections = {
         "differs from the defaults": [
-            f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
+            f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(settings)[0])
         ],
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config, hosts),
         "memory": plan.table() if plan else [f"not computed: {UNKNOWN_SIZE if runs_here(config) else NO_SIZE}"],
         "caution": cautions,
     }
-    for title, lines in sections.items():
-        if lines:
-            text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
-    return text
+    parts = [f"# {title}\n" + "".join(f"# {line}\n" for line in lines) for title, lines in sections.items() if lines]
+    return "\n".join([*parts, *([settings] if shows_all else [])])
 
 
 _SUPPORT_BYTES = {0.8: (3.6, 21.0), 0.9: (5.1, 51.0), 0.95: (7.2, 108.0), 0.99: (16.0, 417.0)}

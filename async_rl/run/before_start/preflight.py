@@ -23,12 +23,14 @@ from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
 from async_rl.base.models_and_data.model_folder import (
     ROLES,
+    auto_lr,
     check_is_folder,
     check_model_folder,
     check_role_folder,
     check_trainable,
     check_unquantised,
     load_tokenizer,
+    policy_lr,
     weight_shapes,
 )
 from async_rl.base.network import interface_of
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from rollout_server.tasks.base import Task
 
 MODEL, TASK = "model and tokenizer", "task"
+LARGE_LR = 100
+"""A learning rate so many times the usual one is questioned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         verifies = config.weight_sync.verify_every > 0
         add("how the learner updates servers", name, partial(_check_admin, name, entry, verifies))
     add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), pools=("learner",))
+    add("learner.lr", str(config.learner.lr), lambda: _check_lr(config), MODEL)
     if pushed := config.checkpoint.push_to_hub:
         add("checkpoint.push_to_hub", pushed, lambda: _check_login(pushed))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
@@ -170,7 +175,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
         add("episodes", played, lambda: _check_episodes(config), MODEL, pools=servers)
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
-    add(TASK, source, lambda: _check_task(task(), has_questions), MODEL, pools=servers)
+    add(TASK, source, lambda: _check_task(task(), has_questions, config.learner.prompts_per_step), MODEL, pools=servers)
     add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, pools=servers)
     return checks
 
@@ -246,6 +251,17 @@ def _check_optimizer(config: Config) -> None:
     check_optimizer(config.learner)
 
 
+def _check_lr(config: Config) -> list[str]:
+    """Return a warning if the policy's learning rate is at least LARGE_LR times the one that `auto` takes."""
+    chosen, usual = policy_lr(config), auto_lr(config)
+    if chosen < LARGE_LR * usual:
+        return []
+    return [
+        f"learner.lr = {chosen:g} is {chosen / usual:.0f} times as much as auto takes for this model, {usual:g}: at "
+        "such rates a policy usually collapses."
+    ]
+
+
 def _check_disk(config: Config) -> None:
     """Check the free space for an upper bound on the size of a checkpoint; if that does not fit, for its exact size."""
     from learner.memory.room import most_state_bytes
@@ -290,17 +306,23 @@ def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
         )
 
 
-def _check_task(task: Task, has_questions: bool) -> list[str]:
+def _check_task(task: Task, has_questions: bool, prompts_per_step: int) -> list[str]:
     """Create the task's first prompt, because only that shows whether its chat template works.
 
-    Returns the task's warnings.
+    Returns the task's warnings, and one if a batch has more prompts than the task.
     """
     prompt = task.prompt(0)
     if not len(prompt.tokens) and has_questions:
         raise ConfigError(
             f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}. Correct the task"
         )
-    return task.cautions
+    if prompts_per_step <= task.num_prompts:
+        return task.cautions
+    caution = (
+        f"learner.prompts_per_step = {prompts_per_step} is more than the {task.num_prompts} training prompts: every "
+        "batch asks some of them twice."
+    )
+    return [*task.cautions, caution]
 
 
 def _check_episodes(config: Config) -> None:

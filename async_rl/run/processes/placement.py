@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
 from itertools import islice
+from math import inf
 from typing import Any
 
 from async_rl.base.config import Config
@@ -194,7 +195,9 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
         )
     if len(host_of) < len(wanted):
         lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
-        lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]
+        for host in hosts:
+            cpus = f"{host.cpus:g} CPUs, " if host.cpus < inf else ""
+            lines.append(f"  {host.name} has {cpus}{host.gpus:g} GPUs{_named(host)}")
         raise ConfigError(
             f"placement does not fit: {_shortfall(wanted, hosts)}\n" + "\n".join(lines)
             + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
@@ -487,7 +490,7 @@ def find_hosts(config: Config) -> list[Host]:
         NoClusterError: RAY_ADDRESS is set, but no cluster is found there.
     """
     if runs_here(config):
-        return [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
+        return [Host(name="this host", cpus=inf, gpus=gpus_here())]
     try:
         with open_ray(config):
             return ray_hosts()

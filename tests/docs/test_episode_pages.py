@@ -40,7 +40,8 @@ from tests.kit.runs import logged
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 from tests.kit.virtual_environments import new_environment
 
-EPISODES, AGENTS = DOCUMENTS["docs/how-to/environments.md"], DOCUMENTS["docs/how-to/agents.md"]
+EPISODES = DOCUMENTS["docs/tutorials/tools-and-turns.md"] + DOCUMENTS["docs/how-to/environments.md"]
+AGENTS = DOCUMENTS["docs/how-to/agents.md"]
 MODULES = {
     "my_tools": (EPISODES, 0), "make_orders": (EPISODES, 1), "my_search": (EPISODES, 2), "my_env": (EPISODES, 3),
     "pydantic_agent": (AGENTS, 2),

@@ -11,11 +11,9 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.cli import main
 from rollout_server.question import Question
-from tests.kit.configuration_page import PAGE, page
 from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run
 from tests.kit.models import save_tiny_model
-
-GUIDE = DOCUMENTS["docs/how-to/guide.md"]
+from tests.kit.reference_pages import FOLDER, PAGES
 
 QUICK = [
     "async-rl doctor configs/quickstart.yaml",
@@ -30,7 +28,9 @@ QUICK = [
 NIGHTLY = [
     "make demo",
     "async-rl certify configs/quickstart.yaml",
-    "async-rl train configs/quickstart.yaml staleness.max=0 run.steps=60 run.seed=1",
+    "async-rl train configs/quickstart.yaml staleness.max=0 run.name=sync",
+    "async-rl train configs/quickstart.yaml staleness.max=0 run.name=sync run.steps=100",
+    "async-rl train configs/quickstart.yaml staleness.max=1 run.name=async run.steps=100",
     "async-rl train configs/quickstart.yaml rollout.engine=hf",
     "async-rl sft configs/agent_cpu.yaml",
     "async-rl train configs/agent_cpu.yaml",
@@ -54,6 +54,7 @@ NIGHTLY = [
     "async-rl sft configs/sweep_agent_cpu.yaml",
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 1,8,2/8 --seeds 3 --seconds 60 --name depths",
     "async-rl report runs/quickstart-sweep",
+    "async-rl report runs/two-bounds",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25 "
     "--parallel auto --dry-run",
     "async-rl plan runs/quickstart-sweep",
@@ -64,8 +65,6 @@ NIGHTLY = [
     "python -m benchmarks.buffer",
 ]
 ELSEWHERE = {
-    "async-rl sft configs/quickstart.yaml": "make demo",
-    "async-rl train configs/quickstart.yaml": "make demo",
     "async-rl sft configs/code_cpu.yaml": "tests/e2e/test_code_task.py",
     "async-rl train configs/code_cpu.yaml": "tests/e2e/test_code_task.py",
     "async-rl sft configs/rlhf/sft.yaml": "tests/e2e/test_rlhf.py",
@@ -81,10 +80,14 @@ ELSEWHERE = {
         "tests/rollout_server/test_run_eval.py",
     "async-rl eval runs/quickstart/model eval.temperature=0 eval.samples_per_prompt=1":
         "tests/rollout_server/test_run_eval.py",
+    "source .venv/bin/activate": "it is Python's own",
     "async-rl view runs/quickstart": "tests/view/test_browser.py",
+    "async-rl view runs": "tests/view/test_command.py",
     "async-rl train configs/quickstart.yaml --view": "tests/view/test_command.py, without the training",
     "bash scripts/chromium.sh": ".ci/run",
     "bash scripts/bubblewrap.sh": ".ci/run",
+    "async-rl train mine.yaml --dry-run": "tests/docs/test_own_task.py",
+    "async-rl train mine.yaml": "tests/docs/test_own_task.py, with a tiny model",
     "async-rl train orders.yaml --dry-run": "tests/docs/test_episode_pages.py",
     "async-rl train orders.yaml": "tests/docs/test_episode_pages.py, with a tiny model",
     "async-rl sft configs/sweep_cpu.yaml": "benchmarks/results, by hand",
@@ -191,8 +194,8 @@ def test_a_long_command_runs(command: str, checkout: Path) -> None:
     run(shortened(command), checkout, timeout_s=2800)
 
 
-def test_the_reward_function_in_the_guide_is_called_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = blocks(GUIDE, "python")
+def test_the_reward_function_of_the_tutorial_is_called_as_it_says() -> None:
+    (block,) = blocks(DOCUMENTS["docs/tutorials/your-task-and-reward.md"], "python")
     names: dict[str, object] = {}
     exec(block, names)
     function = names["short_and_right"]
@@ -234,8 +237,9 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
         assert not anchor or anchor in anchors(linked.read_text()), (file, target)
 
 
-def test_the_configuration_page_is_that_of_the_schema() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.kit.configuration_page"
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_the_reference_is_that_of_the_code(name: str) -> None:
+    assert (FOLDER / name).read_text() == PAGES[name](), "python -m tests.kit.reference_pages"
 
 
 def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:

@@ -1,4 +1,4 @@
-"""The page on rewards: each of its examples runs as it stands there."""
+"""The pages on rewards, judges and code: each of their examples runs as it stands there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ from tests.kit.rewards import told
 from tests.kit.sandbox import needs_bubblewrap
 
 PAGE = DOCUMENTS["docs/how-to/rewards.md"]
-EXAMPLES = blocks(PAGE, "yaml")
+FUNCTION, SEVERAL, REWARD_MODEL = blocks(PAGE, "yaml")
+JUDGE, JUDGE_OF_THE_RUN, RANKING = blocks(DOCUMENTS["docs/how-to/judge.md"], "yaml")
+(PROGRAMS,) = blocks(DOCUMENTS["docs/how-to/code-rewards.md"], "yaml")
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's my_rewards.py, from which a run is started."""
@@ -58,11 +62,11 @@ def scored(config: Config, ground_truth: Any, *answers: str) -> list[Verdict]:
 
 
 def test_the_function_of_the_page_scores(folder: Path) -> None:
-    assert [each.reward for each in scored(load(folder, EXAMPLES[0]), "4", "It is 4", "It is 5")] == [1, 0]
+    assert [each.reward for each in scored(load(folder, FUNCTION), "4", "It is 4", "It is 5")] == [1, 0]
 
 
 def test_the_rewards_of_the_page_are_summed_and_named(folder: Path) -> None:
-    first, second, third = scored(load(folder, EXAMPLES[1]), "4", "#### 4", "x" * 301, "")
+    first, second, third = scored(load(folder, SEVERAL), "4", "#### 4", "x" * 301, "")
     assert first == Verdict(reward=1.2, values={"gsm8k": 1, "short": 1, "gold": 0.5, "gold/letters": 6})
     assert second.reward == 0 and second.values["short"] == 0
     assert third == Verdict(reward=0.2, values={"gsm8k": 0, "short": 1})  # gold is only logged, and gave no verdict
@@ -87,13 +91,13 @@ def judged(config: Config, reply: str, *answers: str) -> tuple[list[Verdict], Fa
 
 def test_the_judge_of_the_page_scores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
-    found, fake = judged(load(folder, EXAMPLES[2]), 'Well. {"reason": "short", "score": 2}', "{answer}")
+    found, fake = judged(load(folder, JUDGE), 'Well. {"reason": "short", "score": 2}', "{answer}")
     assert found[0].reward == 0.25 and fake.headers[0]["Authorization"] == "Bearer secret"
     assert fake.prompts[0].startswith('Is this a helpful answer to "2 + 2?"? Answer: {answer}\nReply with JSON: {"re')
 
 
 def test_the_judge_of_the_page_on_servers_of_the_run_compares(folder: Path) -> None:
-    config = load(folder, EXAMPLES[3])
+    config = load(folder, JUDGE_OF_THE_RUN)
     assert config.judge_names == ("judge/0",)
     alone = changed(config, placement={"judge": JudgePlacement()}, judge={"path": "", "urls": ("http://h/v1",)})
     found, fake = judged(alone, '{"better": "A"}', "x", "y")
@@ -101,13 +105,13 @@ def test_the_judge_of_the_page_on_servers_of_the_run_compares(folder: Path) -> N
 
 
 def test_the_judge_of_the_page_ranks_a_group(folder: Path) -> None:
-    found, fake = judged(load(folder, EXAMPLES[4]), '{"ranking": [1, 3, 2]}', "x", "y", "z")
+    found, fake = judged(load(folder, RANKING), '{"ranking": [1, 3, 2]}', "x", "y", "z")
     # in the other order the same numbers name z, x and y: x is 1st and 2nd, y 3rd twice, z 2nd and 1st
     assert [each.reward for each in found] == [0.75, 0.0, 0.75] and len(fake.asked) == 2
 
 
 def test_the_reward_model_of_the_page_scores_in_the_place_of_the_rule(folder: Path, one_rank: None) -> None:
-    config = load(folder, EXAMPLES[5])
+    config = load(folder, REWARD_MODEL)
     assert config.task.reward == "gsm8k"
     path = save_bare_reward_model(folder / config.reward_model.path)
     batch = make_batch()
@@ -125,14 +129,10 @@ def test_the_reward_model_of_the_page_scores_in_the_place_of_the_rule(folder: Pa
 def test_programs_are_scored_as_the_page_says(folder: Path) -> None:
     tests = json.dumps({"fn_name": "double", "inputs": ["1", "2"], "outputs": ["2", "4"]})
     (right, half) = scored(
-        load(folder, EXAMPLES[6]), tests, "```python\ndef double(x): return 2 * x\n```",
+        load(folder, PROGRAMS), tests, "```python\ndef double(x): return 2 * x\n```",
         "```python\ndef double(x): return 2\n```",
     )  # fmt: skip
     assert (right.reward, half.reward) == (1, 0.5)
     assert right.values == {
         "code": 1, "code/passed": 1, "code/late": 0, "code/no_code": 0, "code/cheatable": 0,
     }
-
-
-def test_the_page_has_no_example_that_is_not_tested() -> None:
-    assert len(EXAMPLES) == 7 and len(blocks(PAGE, "python")) == 2

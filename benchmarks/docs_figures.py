@@ -1,0 +1,284 @@
+"""Draw the figures of README and docs from committed results: python -m benchmarks.docs_figures
+
+Three of them are of single runs, of which `--runs FOLDER` first writes what is drawn into benchmarks/results/pictures:
+quickstart and sync (configs/quickstart.yaml at staleness.max 2 and 0, eval.every_steps=50), lanes-0, lanes-1 and
+lanes-4 (configs/sweep_cpu.yaml, run.steps=40 eval.every_steps=0 eval.num_prompts=0).
+
+Each is 8.3 inches wide: at the 832 pixels that GitHub gives a picture, its text is about 11 points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+RESULTS, IMAGES = Path("benchmarks/results"), Path("docs/images")
+PICTURES = RESULTS / "pictures"
+STEPS = (20, 30)
+"""The steps of a run whose lanes are drawn."""
+CAP = 2.0
+"""The default of algorithm.correction.cap."""
+BINS = [0.0, *(2 ** (i / 4) for i in range(-16, 17)), math.inf]
+"""Edges of the importance ratios that are counted."""
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#b8bec6"
+LANE_COLORS = {"busy": BLUE, "sync": ORANGE}
+LANE_NAMES = {"busy": "working", "sync": "new weights"}
+ERRORS = "large: mean ± standard error; small: one run each"
+
+
+def rows(file: str) -> list[dict[str, str]]:
+    with (RESULTS / file).open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def grouped(table: Iterable[Mapping[str, str]], by: str, key: str) -> dict[str, list[float]]:
+    """Return {value of `by`: the values of `key`}, one for each seed."""
+    found: dict[str, list[float]] = {}
+    for row in table:
+        found.setdefault(row[by], []).append(float(row[key]))
+    return found
+
+
+def draw(axes: Axes, values: Mapping[str, Sequence[float]], color: str, label: str = "", shift: float = 0.0) -> None:
+    """Draw settings side by side: a dot for each run, and a line through the means with their standard errors."""
+    places = [i + shift for i in range(len(values))]
+    for place, each in zip(places, values.values(), strict=True):
+        axes.plot([place] * len(each), each, "o", color=color, alpha=0.35, markersize=4)
+    means = [mean(each) for each in values.values()]
+    errors = [stdev(each) / math.sqrt(len(each)) for each in values.values()]
+    axes.errorbar(places, means, errors, fmt="o-", color=color, capsize=3, markersize=6, label=label)
+    axes.set_xticks(range(len(values)), ["0\n(synchronous)" if name == "0" else name for name in values])
+
+
+def canvas(panels: int, height: float = 3.3, **kinds: Any) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(8.3, height), dpi=200, layout="constrained")
+    found = list(figure.subplots(1, panels, squeeze=False, **kinds)[0])
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.tick_params(labelsize=10)
+    return figure, found
+
+
+def name(axes: Axes, x: str, y: str, title: str = "") -> None:
+    axes.set_xlabel(x, fontsize=11)
+    axes.set_ylabel(y, fontsize=11)
+    axes.set_title(title, fontsize=12, loc="left")
+
+
+def note(figure: Figure, text: str) -> None:
+    figure.supxlabel(text, fontsize=9, color="#555555", x=0.99, ha="right")
+
+
+def last_accuracies(file: str) -> dict[str, list[float]]:
+    """Return {staleness: the accuracy of each seed at its last evaluation}."""
+    last = {(row["staleness"], row["seed"]): row for row in rows(file)}  # in the order of versions
+    return grouped(last.values(), "staleness", "accuracy")
+
+
+def trade_off() -> Figure:
+    figure, (left, right) = canvas(2, 3.5)
+    bounds = ("0", "1", "2", "4", "8")
+    speed = grouped(rows("sweep_cpu_grid/runs.csv"), "staleness", "steps_per_minute")
+    accuracy = last_accuracies("sweep_cpu_grid/evals.csv")
+    draw(left, {bound: speed[bound] for bound in bounds}, BLUE)
+    draw(right, {bound: accuracy[bound] for bound in bounds}, BLUE)
+    left.set_ylim(0)
+    right.set_ylim(0, 0.9)
+    name(left, "staleness.max", "training steps per minute", "Overlap is faster ...")
+    name(right, "staleness.max", "held-out accuracy after 30 s", "... but stale data teach less")
+    note(figure, f"0.3 M parameters, two CPU cores, 5 seeds; {ERRORS}")
+    return figure
+
+
+def corrections() -> Figure:
+    figure, (axes,) = canvas(1, 3.9)
+    kinds = {"decoupled_tis": (BLUE, "truncated importance sampling, the default"),
+             "coupled": (ORANGE, "clipping alone"), "none": (GREEN, "no correction")}  # fmt: skip
+    runs = rows("exact/runs.csv")
+    for place, (kind, (color, label)) in enumerate(kinds.items()):
+        of_kind = [row for row in runs if row["correction"] == kind]
+        draw(axes, grouped(of_kind, "staleness", "efficiency"), color, label, shift=0.14 * (place - 1))
+    axes.set_ylim(0, 1.1)
+    axes.legend(fontsize=10, frameon=False, loc="lower left")
+    name(axes, "exact staleness of every token, in training steps", "worth of a step, in synchronous steps")
+    note(figure, f"0.3 M parameters, 90 runs of 120 steps, 5 seeds; {ERRORS}")
+    return figure
+
+
+def learning() -> Figure:
+    figure, (axes,) = canvas(1, 3.6)
+    for bound, color in (("0", BLUE), ("1", ORANGE), ("10", GREEN)):
+        points = [row for row in rows("sweep_cpu/evals.csv") if row["staleness"] == bound]
+        seeds = sorted({row["seed"] for row in points})
+        for seed in seeds:
+            curve = [row for row in points if row["seed"] == seed]
+            label = f"staleness.max = {bound}" if seed == seeds[0] else ""
+            xs, ys = ([float(row[key]) for row in curve] for key in ("seconds", "accuracy"))
+            axes.plot(xs, ys, "o-", color=color, markersize=4, linewidth=1.3, label=label)
+    axes.legend(fontsize=10, frameon=False, loc="lower right")
+    name(axes, "seconds since the first step", "held-out accuracy")
+    note(figure, "0.3 M parameters, two CPU cores, 120 steps; a line for each of 3 seeds")
+    return figure
+
+
+def depths() -> Figure:
+    figure, (axes,) = canvas(1, 4.0)
+    speed = grouped(rows("sweep_agent_grid/runs.csv"), "staleness", "steps_per_minute")
+    accuracy = grouped(rows("sweep_agent_grid/runs.csv"), "staleness", "accuracy_end")
+    places = {"0": (8, -4), "1": (8, -14), "2": (-4, 12), "4": (8, -16), "8": (8, 4),
+              "1/8": (-30, 4), "1.25/8": (-48, -16), "1.5/8": (-2, 14), "2/8": (8, -14)}  # fmt: skip
+    for setting, offset in places.items():
+        xs, ys = speed[setting], accuracy[setting]
+        is_depth = "/" in setting
+        color = ORANGE if is_depth else BLUE
+        axes.plot(xs, ys, "o", color=color, alpha=0.25, markersize=4)
+        errors = [stdev(values) / math.sqrt(len(values)) for values in (xs, ys)]
+        axes.errorbar([mean(xs)], [mean(ys)], [errors[1]], [errors[0]], fmt="o", color=color, capsize=3, markersize=6)
+        axes.annotate(setting, (mean(xs), mean(ys)), offset, textcoords="offset points", fontsize=11, color=color)
+    axes.plot([], [], "o", color=BLUE, label="staleness.max")
+    axes.plot([], [], "o", color=ORANGE, label="staleness.depth below max 8")
+    axes.legend(fontsize=10, frameon=False, loc="lower left")
+    name(axes, "training steps per minute", "held-out accuracy after 60 s")
+    note(figure, f"episodes with long tails, hf engine, two CPU cores, 5 seeds; {ERRORS}")
+    return figure
+
+
+def quickstart() -> Figure:
+    figure, (axes,) = canvas(1, 3.2)
+    for bound, color in (("2", BLUE), ("0", ORANGE)):
+        points = [row for row in rows("pictures/quickstart.csv") if row["staleness"] == bound]
+        xs, ys = ([float(row[key]) for row in points] for key in ("step", "accuracy"))
+        axes.plot(xs, ys, "o-", color=color, markersize=5, label=f"staleness.max = {bound}")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=10, frameon=False, loc="lower right")
+    name(axes, "training step", "held-out accuracy")
+    note(figure, "configs/quickstart.yaml, one run each, evaluated every 50 steps on 1024 answers")
+    return figure
+
+
+def lanes() -> Figure:
+    figure = Figure(figsize=(8.3, 3.6), dpi=200, layout="constrained")
+    panels = list(figure.subplots(2, 1, sharex=True))
+    table = rows("pictures/lanes.csv")
+    for axes, bound in zip(panels, ("0", "1"), strict=True):
+        spans = [row for row in table if row["staleness"] == bound]
+        ends = [float(row["end_s"]) for row in spans if row["state"] == "step"]
+        for place, pool in enumerate(("learner", "rollout")):
+            axes.barh(place, ends[-1], height=0.7, color=GREY, alpha=0.5, linewidth=0)
+            for row in spans:
+                if row["pool"] == pool and row["state"] in LANE_COLORS:
+                    start, end = float(row["start_s"]), float(row["end_s"])
+                    axes.barh(place, end - start, left=start, height=0.7, color=LANE_COLORS[row["state"]], linewidth=0)
+        for end in ends:
+            axes.axvline(end, color="black", linewidth=0.7, linestyle=":")
+        axes.set_yticks([0, 1], ["trainer", "rollout server"], fontsize=11)
+        axes.invert_yaxis()
+        axes.set_title(f"staleness.max = {bound}", fontsize=12, loc="left")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[1].set_xlabel("seconds; a dotted line ends a training step", fontsize=11)
+    handles = [Patch(color=color, label=LANE_NAMES[state]) for state, color in LANE_COLORS.items()]
+    handles.append(Patch(color=GREY, alpha=0.5, label="waiting"))
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, fontsize=10, frameon=False)
+    return figure
+
+
+def ratios() -> Figure:
+    figure, (axes,) = canvas(1, 3.4)
+    table = rows("pictures/ratios.csv")
+    for staleness, color in (("0", GREY), ("1", BLUE), ("4", ORANGE)):
+        counts = [row for row in table if row["staleness"] == staleness]
+        if not counts:
+            continue
+        shares = numpy.array([float(row["tokens"]) for row in counts])
+        axes.stairs(shares / shares.sum(), [float(row["from"]) or 2**-5 for row in counts] + [2**5], color=color,
+                    linewidth=1.8, label=f"staleness {staleness}")  # fmt: skip
+    axes.axvline(CAP, color="black", linestyle="--", linewidth=1)
+    axes.text(CAP * 1.05, 0.9, "cap", fontsize=11, transform=axes.get_xaxis_transform())
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.legend(fontsize=10, frameon=False)
+    name(axes, "importance ratio of a token", "share of tokens")
+    note(figure, "configs/sweep_cpu.yaml, one run of 40 steps at staleness.max = 4; staleness of the token's answer")
+    return figure
+
+
+def extract(runs: Path) -> None:
+    """Write what the figures of single runs need."""
+    PICTURES.mkdir(exist_ok=True)
+    write("quickstart.csv", ("staleness", "step", "accuracy"), [
+        (bound, line["step"], line["eval/accuracy"]) for bound, run in (("0", "sync"), ("2", "quickstart"))
+        for line in logged(runs / run) if "eval/accuracy" in line
+    ])  # fmt: skip
+    columns = ("staleness", "pool", "state", "start_s", "end_s")
+    write("lanes.csv", columns, [(bound, *span) for bound in ("0", "1") for span in spans_of(runs / f"lanes-{bound}")])
+    write("ratios.csv", ("staleness", "from", "to", "tokens"), ratio_counts(runs / "lanes-4"))
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def spans_of(run: Path) -> list[tuple[str, str, float, float]]:
+    """Return (pool, state, start, end) of the spans in STEPS and of the steps themselves, in seconds."""
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    pools = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    spans = [
+        (pools[event["pid"]].partition("/")[0], event["cat"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events if event["ph"] == "X"
+    ]  # fmt: skip
+    steps = [span[3] for span in spans if span[:2] == ("learner", "sync")]
+    start, ends = steps[STEPS[0] - 1], steps[STEPS[0] : STEPS[1]]
+    spans += [("learner", "step", before, end) for before, end in zip([start, *ends], ends, strict=False)]
+    return [
+        (pool, state, round(max(first, start) - start, 3), round(min(last, ends[-1]) - start, 3))
+        for pool, state, first, last in spans if last > start and first < ends[-1]
+    ]  # fmt: skip
+
+
+def ratio_counts(run: Path) -> list[tuple[int, float, float, int]]:
+    """Return (staleness, from, to, tokens) by the staleness of the answer, for each of BINS."""
+    with sqlite3.connect(run / "trajectories.sqlite") as journal:
+        ages = {tuple(row[:2]): row[2] for row in journal.execute("SELECT group_id, row, staleness FROM trained")}
+    found: dict[int, list[float]] = {}
+    for file in sorted((run / "trajectories.sqlite-log-ratios").glob("*.npz")):
+        arrays = numpy.load(file)
+        parts = numpy.split(arrays["proximal"], numpy.cumsum(arrays["lengths"])[:-1])
+        for group, row, part in zip(arrays["group_ids"], arrays["rows"], parts, strict=True):
+            values = part[~numpy.isnan(part)].astype("float64")
+            found.setdefault(ages[int(group), int(row)], []).extend(numpy.exp(values))
+    return [
+        (age, low, high, int(count)) for age, values in sorted(found.items())
+        for low, high, count in zip(BINS, BINS[1:], numpy.histogram(values, BINS)[0], strict=False)
+    ]  # fmt: skip
+
+
+def write(file: str, columns: Sequence[str], table: Iterable[Sequence[object]]) -> None:
+    with (PICTURES / file).open("w", newline="") as lines:
+        csv.writer(lines, lineterminator="\n").writerows([columns, *table])
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "trade_off": trade_off, "corrections": corrections, "learning": learning, "depths": depths,
+    "quickstart": quickstart, "lanes": lanes, "ratios": ratios,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="a folder with the runs above")
+    if folder := parser.parse_args().runs:
+        extract(folder)
+    for title, figure in FIGURES.items():
+        figure().savefig(IMAGES / f"{title}.png")

@@ -128,8 +128,7 @@ def _plain(value: Any) -> str:
 
 def command_line() -> str:
     """The --help of every command."""
-    overview = _help()
-    names = re.findall(r"^    ([a-z-]+)(?: {2,}|$)", overview, re.MULTILINE)
+    names = re.findall(r"^  ([a-z][a-z-]*) {2,}", _help(), re.MULTILINE)
     sections = [f"## {name}\n\n```text\n{_help(name)}```\n" for name in names]
     return "\n".join([COMMAND_LINE, *sections])
 

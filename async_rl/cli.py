@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +18,16 @@ from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import async_rl
 from async_rl.base.cores import limit_spinning
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.files import split_tails
 from async_rl.base.seams.lookup import check_extra, check_module_names
+
+if TYPE_CHECKING:
+    from async_rl.base.config import Config
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 GROUPS = {
@@ -365,9 +369,19 @@ def _train(args: argparse.Namespace) -> int:
             text = dry_run(config, signals.check, args.gpu_gb, args.all)
             signals.check()
         else:
-            text = format_summary(run(config, signals, beside))
+            text = format_summary(run(config, signals, beside), _compare_command(args, config))
     print(text, end="")
     return 0
+
+
+def _compare_command(args: argparse.Namespace, config: Config) -> str:
+    """Return the command that trains the same at staleness 0, or at 1 if this was 0; "" for a resumed run."""
+    if args.resume or not args.config:
+        return ""
+    other, name = (0, "sync") if config.staleness.max else (1, "async")
+    kept = [each for each in args.overrides if not each.startswith(("staleness.", "run.name="))]
+    name = f"run.name={config.run.name}-{name}"
+    return shlex.join(["async-rl", "train", args.config, *kept, "--staleness", str(other), name])
 
 
 def _certify(args: argparse.Namespace) -> int:

@@ -177,6 +177,18 @@ def test_a_bug_keeps_its_stack_trace(config_file: Path, monkeypatch: pytest.Monk
         main(["train", str(config_file)])
 
 
+def test_a_run_ends_with_the_command_for_the_same_at_another_staleness(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "run", lambda config, *_: {"run_dir": "runs/a"})
+    for word, other in (("staleness.max=2", 0), ("staleness.max=0", 1)):
+        assert main(["train", str(config_file), "run.steps=7", word, "run.name=a"]) == 0
+        (command,) = [line for line in capsys.readouterr().out.splitlines() if "--staleness" in line]
+        words = command.split("#")[0].split()
+        assert words[1:-1] == ["train", str(config_file), "run.steps=7", "--staleness", str(other)]
+        assert words[-1] in ("run.name=a-sync", "run.name=a-async")
+
+
 @pytest.mark.processes  # it computes for long
 def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

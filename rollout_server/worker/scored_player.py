@@ -18,7 +18,7 @@ import numpy as np
 
 from async_rl.base.config import Config, EvalConfig
 from async_rl.base.errors import RewardError, WaitTimeoutError, first_error, raised_at
-from async_rl.base.messages.reports import EvaluationDone
+from async_rl.base.messages.reports import EvaluationDone, HeldOutAnswer
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import IntArray, Prompt
 from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply, StopTexts
@@ -31,6 +31,8 @@ from rollout_server.worker.worker_stats import EpisodeLog, WorkerStats
 
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training. Every evaluation uses the same."""
+NUM_ANSWERS = 32
+"""From so many held-out prompts the end of a run chooses one, to show its answers before and after training."""
 Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 """Plays the episodes of a request and returns them with rewards. Failed episodes have no rows."""
 GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
@@ -252,7 +254,13 @@ class Evaluation:
         if any(judged):
             known = {prompt.source for prompt in held_out}
             metrics += self._metrics(version, [prompt.source for prompt in prompts], judged, known)
-        return EvaluationDone(version=version, metrics=tuple(metrics), spans=self._stats.drain_spans())
+        answers = tuple(
+            HeldOutAnswer(question=prompt.question.messages[-1]["content"], answer=each.answer, reward=each.reward)
+            for prompt, (each, *_) in zip(prompts[:NUM_ANSWERS], groups, strict=False)
+            if each and each.rows and prompt.question.messages
+        )
+        spans = self._stats.drain_spans()
+        return EvaluationDone(version=version, metrics=tuple(metrics), answers=answers, spans=spans)
 
     def _metrics(
         self, version: int, sources: Sequence[str], groups: Sequence[Sequence[Episode | None]], known: Collection[str]

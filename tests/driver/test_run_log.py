@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from async_rl.base.config import CheckpointConfig, EvalConfig, TimeoutsConfig
-from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
+from async_rl.base.messages.reports import HeldOutAnswer, StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.base.telemetry.metrics import Figures, Metric, read_metrics, reduce_metrics
 from async_rl.base.telemetry.timeline import Sample, Span, State, Usage
@@ -398,3 +398,21 @@ def test_an_evaluation_on_the_way_stands_for_neither_start_nor_end(tmp_path: Pat
     assert (without_start["accuracy_start"], without_start["accuracy_end"]) == (None, 0.75)
     without_end = summary(tmp_path, (0, 0.25), (10, 0.5))
     assert (without_end["accuracy_start"], without_end["accuracy_end"]) == (0.25, None)
+
+
+def test_the_example_of_a_run_is_the_question_whose_reward_rose_most(tmp_path: Path) -> None:
+    def answers(text: str, *rewards: float) -> list[HeldOutAnswer]:
+        return [HeldOutAnswer(question=str(n), answer=text, reward=reward) for n, reward in enumerate(rewards)]
+
+    def example(*evaluations: tuple[int, list[HeldOutAnswer]]) -> Any:
+        results = RunResults()
+        for version, found in evaluations:
+            results.add(version, {"eval/accuracy": 0.5})
+            results.add_answers(version, found)
+        return results.summary(20, Figures({}), RunTimeline(tmp_path)).get("example")
+
+    start, middle, end = (0, answers("a", 0, 0, 1)), (10, answers("b", 1, 1, 1)), (20, answers("c", 0, 1, 1))
+    assert example(start, middle, end) == {
+        "question": "1", "before": "a", "after": "c", "reward_before": 0, "reward_after": 1, "chosen_from": 3,
+    }  # fmt: skip
+    assert example(middle, end) is None and example(start, middle) is None and example((0, []), end) is None

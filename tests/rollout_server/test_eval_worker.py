@@ -61,6 +61,8 @@ def test_the_parts_of_an_evaluation_have_the_prompts_seeds_and_metrics_of_the_wh
     values = reduce_metrics(whole.metrics)
     assert 0 < values["eval/accuracy"] < 1 and values["eval/version"] == 3
     assert reduce_metrics(metric for part in parts for metric in part.metrics) == pytest.approx(values)
+    assert {each for part in parts for each in part.answers} == set(whole.answers) and len(whole.answers) == 6
+    assert {each.reward for each in whole.answers} == {0.0, 1.0} and all(each.answer for each in whole.answers)
 
     def asked(requests: Any) -> list[tuple[str, int, int, int]]:
         return sorted((r.prompt.text, r.prompt.index, r.seed, r.n) for r in requests)

@@ -27,3 +27,16 @@ def test_the_results_on_each_held_out_source_and_of_each_reward_stand_in_the_tab
         ("steps", "5"), ("held-out accuracy on gsm8k, start", "0.250"), ("held-out accuracy on gsm8k, end", "0.500"),
         ("held-out reward short, start", "0.100"),
     ]
+
+
+def test_the_end_of_a_run_shows_an_answer_before_and_after_and_what_to_type_next() -> None:
+    example = {
+        "question": "Spell\nabc backward", "before": "", "after": "c" * 1000, "reward_before": 0.25,
+        "reward_after": 1.0, "chosen_from": 7,
+    }  # fmt: skip
+    compare = "async-rl train a.yaml --staleness 0 run.name=a-sync"
+    text = format_summary({"steps": 5, "run_dir": "runs/a", "example": example}, compare)
+    assert "Spell abc backward" in text and "of 7" in text and "0.25" in text
+    assert max(map(len, text.splitlines())) < 250
+    commands = [line.split("  #")[0].strip() for line in text.splitlines() if line.startswith("  async-rl ")]
+    assert commands == ["async-rl view runs/a", compare, "async-rl init"]

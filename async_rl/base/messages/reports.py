@@ -93,12 +93,23 @@ class WorkerReport(TimedReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutAnswer:
+    """One answer to a held-out question, as text."""
+
+    question: str
+    answer: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(TimedReport):
     """The result of a held-out evaluation; without metrics if the task has no held-out set."""
 
     version: int
     """The policy version that the engine served when the evaluation began."""
     metrics: tuple[Metric, ...] = ()
+    answers: tuple[HeldOutAnswer, ...] = ()
+    """One answer to each of the first questions, for the end of the run."""
 
 
 LearnerReport = StepDone | ServersLost | EvaluationDue | EvaluationSkipped | TrainingEnded

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -198,6 +199,8 @@ def named_results(values: Mapping[str, float]) -> dict[str, float]:
     return found | {f"reward {name}": value for name, value in of_rewards(values).items()}
 
 
+MOST_CHARACTERS = 200
+"""Longer questions and answers of the example are cut."""
 _SUMMARY_ROWS = (
     ("held-out accuracy, start", "accuracy_start", "{:.3f}"),
     ("held-out accuracy, end", "accuracy_end", "{:.3f}"),
@@ -218,8 +221,12 @@ _SUMMARY_ROWS = (
 )
 
 
-def format_summary(summary: Mapping[str, Any]) -> str:
-    """Return the summary of a run as text: a line for each measured value, the certificate, the alarms."""
+def format_summary(summary: Mapping[str, Any], compare: str = "") -> str:
+    """Return the summary of a run as text: measured values, certificate, alarms, an example, and commands to type next.
+
+    Args:
+        compare: the command that trains the same at another staleness.max.
+    """
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
     held_out = summary.get("held_out", {}).items()
@@ -233,11 +240,31 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     alarms = f"\n{summary['alarms']}\n" if summary.get("alarms") else ""
     axes = [ParityAxis(**axis) for axis in summary.get("certificate", ())]
     parity = f"\n{format_certificate(axes)}" if axes else ""
-    return f"\n{table}{parity}{alarms}{_next_commands(summary)}"
+    return f"\n{table}{parity}{alarms}{_example(summary.get('example', {}))}{_next_commands(summary, compare)}"
 
 
-def _next_commands(summary: Mapping[str, Any]) -> str:
-    """Return the lines that say where the trained model is and what to do with it; "" without a run directory."""
+def _example(example: Mapping[str, Any]) -> str:
+    """Return a held-out question with its answers before and after training; "" without an example."""
+    if not example:
+        return ""
+    count = example["chosen_from"]
+    lines = [f"\nA question that was not trained on; of {count}, the one whose reward rose most:"]
+    lines.append(f"  question  {shorten(example['question'], MOST_CHARACTERS)}")
+    for name in ("before", "after"):
+        answer = shorten(example[name], MOST_CHARACTERS) or "(nothing)"
+        lines.append(f"  {name:<8}  {answer}   (reward {example[f'reward_{name}']:.3g})")
+    return "\n".join(lines) + "\n"
+
+
+def _next_commands(summary: Mapping[str, Any], compare: str) -> str:
+    """Return the lines that say where the trained model is and what to type next; "" without a run directory."""
     if not (folder := summary.get("run_dir")):
         return ""
-    return f"\nThe model is in {folder}/model. Next:\n  async-rl eval {folder}/model\n  async-rl view {folder}\n"
+    commands = {
+        f"async-rl view {folder}": "each token, and the weights that it came from",
+        compare: "the same at another staleness, to compare",
+        "async-rl init": "writes a config and a reward, to make your own task of",
+    }
+    width = max(map(len, commands))
+    lines = [f"  {command:<{width}}  # {why}\n" for command, why in commands.items() if command]
+    return f"\nThe model is in {folder}/model. Next:\n{''.join(lines)}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.watch import RULES
-from async_rl.base.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
+from async_rl.base.messages.reports import EvaluationDone, HeldOutAnswer, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import (
     checkpoint_before,
     list_checkpoints,
@@ -269,6 +269,7 @@ class RunLog:
         if values:
             version = reports[0].version
             values |= self._note_values(version, values)
+            self.results.add_answers(version, [answer for report in reports for answer in report.answers])
             self._prune()
             self.logger.log_eval(version, values)
             self._tell_findings()
@@ -364,6 +365,8 @@ class RunResults:
     def __init__(self) -> None:
         self.evals: list[tuple[int, Values]] = []
         """(version, metrics) of the first and of the last evaluation."""
+        self._answers: dict[int, Sequence[HeldOutAnswer]] = {}
+        """By version, the answers of the evaluations of this process: of version 0, and of the last one."""
         self.skipped_evals = 0
         """The number of versions whose evaluation beside training was due and is not made."""
         self.failed_groups = 0
@@ -378,6 +381,10 @@ class RunResults:
         self._last_reward = values.get("reward/mean", self._last_reward)
         if "eval/accuracy" in values:
             self.evals[1:] = [(version, values)]
+
+    def add_answers(self, version: int, answers: Sequence[HeldOutAnswer]) -> None:
+        """Keep the answers of an evaluation, if it is the first or the last one."""
+        self._answers = {0: self._answers.get(0, ()), version: answers}
 
     def count_past(self, values: Values) -> None:
         """Add the counts in the record of a step before a resume.
@@ -435,4 +442,22 @@ class RunResults:
         of_first, of_last = named_results(first), named_results(last)
         if names := {**of_first, **of_last}:
             found["held_out"] = {name: {"start": of_first.get(name), "end": of_last.get(name)} for name in names}
+        if example := self._example(version):
+            found["example"] = example
         return found
+
+    def _example(self, version: int) -> dict[str, Any]:
+        """Return the held-out question whose reward rose most, with its answers by version 0 and by the last version.
+
+        Returns {} if there are no answers of both versions.
+        """
+        before = {each.question: each for each in self._answers.get(0, ())}
+        after = self._answers.get(version, ()) if version else ()
+        pairs = [(before[each.question], each) for each in after if each.question in before]
+        if not pairs:
+            return {}
+        old, new = max(pairs, key=lambda pair: pair[1].reward - pair[0].reward)
+        return {
+            "question": new.question, "before": old.answer, "after": new.answer,
+            "reward_before": old.reward, "reward_after": new.reward, "chosen_from": len(pairs),
+        }

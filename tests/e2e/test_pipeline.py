@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rl.base.config.loading import load_config
+from async_rl.base.telemetry.prometheus import COUNTERS, DURATIONS, GAUGES, STEPS, prometheus_name
 from async_rl.pipeline import run
 from tests.kit.models import save_tiny_model
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
+DASHBOARD = Path(__file__).parents[2] / "configs" / "grafana.json"
 
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [r for r in logged(run_dir) if "staleness/max" in r]
+
+
+def check_dashboard(run_dir: Path) -> None:
+    """Every metric on the Grafana dashboard is one of the run's."""
+    named = re.findall(r"\b(async_rl_\w+?|rl_\w+?)(?:_total|_seconds_sum|_seconds_count)?\{", DASHBOARD.read_text())
+    keys = {key for record in logged(run_dir) for key in record}
+    served = {(DURATIONS | COUNTERS | GAUGES).get(key) or prometheus_name(key) for key in keys}
+    assert len(named) > 12 and {*named} <= served | {STEPS}
 
 
 TWO_RANKS = ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"]
@@ -60,6 +71,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
     for record in logged:
         assert record.get("parity/precision/mean_abs", 0.0) < 1e-4  # absent where no token is of the learner's version
         assert record["push/bytes"] > 0
+    check_dashboard(config.run_dir)
     pools = summary["pools"]
     assert set(pools) == {*(f"learner/{r}" for r in range(config.placement.learner.ranks)), *config.server_names}
     for shares in pools.values():

@@ -23,7 +23,7 @@ from tests.kit.virtual_environments import ROOT, new_environment
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 SOURCES = ("docs", "async_rl", "buffer", "learner", "rollout_server", "pyproject.toml", "README.md", "LICENSE")
-EXTRA_MODULES = ["bokeh", "reasoning_gym", "starlette", "tensorboardX"]
+EXTRA_MODULES = ["bokeh", "prometheus_client", "reasoning_gym", "starlette", "tensorboardX"]
 WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({EXTRA_MODULES}))"
 """A line of a .pth file: the environment has none of the extras, whatever the one that it sees has."""
 REWARDS = '''

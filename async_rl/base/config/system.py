@@ -396,7 +396,8 @@ class CheckpointConfig:
 
 @section("logging")
 class LoggingConfig:
-    """The loggers that get the metrics in addition to run_dir/metrics.jsonl: wandb, trackio and TensorBoard."""
+    """The loggers that get the metrics in addition to run_dir/metrics.jsonl: wandb, trackio, TensorBoard, Prometheus.
+    """
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """The mode of wandb. auto: online if the user is logged in, else disabled."""
@@ -405,6 +406,9 @@ class LoggingConfig:
     tensorboard: bool = False
     """Whether metrics are written to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
     `tensorboard --logdir RUN_DIR` shows them (`pip install tensorboard`)."""
+    prometheus: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """The port of network.host at which Prometheus may fetch the metrics, without a key
+    (`pip install 'async-rl[prometheus]'`). 0: none."""
     project: str = "async-rl"
     """The project in wandb and trackio."""
 

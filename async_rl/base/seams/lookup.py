@@ -141,6 +141,7 @@ def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., An
 
 EXTRAS = {
     "page": ("bokeh", "starlette", "uvicorn"),
+    "prometheus": ("prometheus_client",),
     "reasoning-gym": ("reasoning_gym",),
     "tensorboard": ("tensorboardX",),
 }

@@ -27,6 +27,7 @@ from async_rl.base.telemetry.metrics import (
 
 if TYPE_CHECKING:
     from async_rl.base.telemetry.examples import Example
+    from async_rl.base.telemetry.prometheus import PrometheusExporter
     from async_rl.base.telemetry.trackers import TensorboardRun, TrackioRun, WandbRun
 
 
@@ -57,13 +58,18 @@ class MetricsLogger:
         self._task = self._bar.add_task("training", total=self._steps)
         self._bar.start()
         self._wandb: WandbRun | None = None
-        self._trackers: list[TrackioRun | TensorboardRun] = []
+        self._trackers: list[TrackioRun | TensorboardRun | PrometheusExporter] = []
         if config.logging.has_trackers:
             from async_rl.base.telemetry.trackers import open_tensorboard_run, open_trackio_run, open_wandb_run
 
             self._wandb = open_wandb_run(config, run_dir, self.note)
             opened = (open_trackio_run(config, run_dir, self.note), open_tensorboard_run(config, run_dir, self.note))
             self._trackers = [tracker for tracker in opened if tracker]
+        if config.logging.prometheus:
+            from async_rl.base.telemetry.prometheus import open_prometheus
+
+            if exporter := open_prometheus(config, self._declarations.known, self.note):
+                self._trackers.append(exporter)
 
     def reduce(self, metrics: Sequence[Metric]) -> dict[str, float]:
         """Return {key: value} of all metrics of a step or an evaluation, and store their declarations with the run."""

@@ -19,6 +19,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(folder, link["path"]))
         if target.startswith("docs/"):
             return link[0]
-        return f"]({config.repo_url.rstrip('/')}/blob/main/{target}{link['anchor'] or ''})"
+        return f"]({config.extra['repository']}/blob/main/{target}{link['anchor'] or ''})"
 
     return LINK.sub(to_repository, markdown)

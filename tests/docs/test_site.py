@@ -44,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_link_out_of_the_documents_leads_to_the_repository_and_names_a_file(site: Path) -> None:
-    prefix = str(load_config(str(ROOT / "mkdocs.yml")).repo_url) + "/blob/main/"
+    prefix = load_config(str(ROOT / "mkdocs.yml")).extra["repository"] + "/blob/main/"
     found = set()
     for page in site.rglob("*.html"):
         links = Links()
@@ -57,3 +57,4 @@ def test_a_link_out_of_the_documents_leads_to_the_repository_and_names_a_file(si
 def test_a_page_loads_nothing_from_the_network(site: Path) -> None:
     page = (site / "index.html").read_text()
     assert "fonts.googleapis" not in page and 'src="http' not in page
+    assert 'data-md-component="source"' not in page  # it would ask GitHub for the number of stars

@@ -113,8 +113,8 @@ def _kind(value: dict[str, Any]) -> str:
         return f"`{value['const']}`"
     if "anyOf" in value:
         return " or ".join(dict.fromkeys(_kind(choice) for choice in value["anyOf"]))
-    words = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
-    words |= {"array": "list", "object": "names and values"}
+    words = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text", "array": "list"}
+    words |= {"object": "mapping"}
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {value[key]}" for key, sign in signs.items() if key in value]
     return ", ".join([words.get(value.get("type", ""), "any value"), *limits])

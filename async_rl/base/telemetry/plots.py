@@ -37,7 +37,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     reward, accuracy = series["reward/mean"], series["eval/accuracy"]
     if not reward[0] and not accuracy[0]:
         return None
-    figure = Figure(figsize=(8, 9), layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     span = 1 if len(reward[0]) < 20 else len(reward[0]) // 12
     figure.suptitle(plain(run_dir.name) + (f"   (bold: average of about {span} steps)" if span > 1 else ""))
@@ -45,7 +45,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     _draw_staleness(middle, series["staleness/max"], series["staleness/mean"], span)
     for pool, color, style in (("learner", BLUE, "-"), ("rollout", GREEN, "--")):
         _draw_line(bottom, series[f"utilisation/{pool}"], span, color, style, pool)
-    bottom.set_ylabel("utilisation, share of time")
+    bottom.set_ylabel("utilisation")
     bottom.set_ylim(-0.03, 1.03)
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
@@ -83,7 +83,11 @@ def smooth(values: Sequence[float], weights: Sequence[float], span: int) -> list
 
 def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> None:
     _draw_line(axes, reward, span, BLUE, "-", "reward, mean of a batch")
-    axes.plot(*accuracy[:2], color=ORANGE, marker="o", linestyle="--", linewidth=1, label="held-out accuracy")
+    is_curve = len(accuracy[0]) > 2  # a line between two points would look like linear learning
+    axes.plot(
+        *accuracy[:2], color=ORANGE, marker="o", linestyle="--" if is_curve else "none", linewidth=1,
+        label="held-out accuracy",
+    )
     points = list(zip(*accuracy[:2], strict=True))
     for step, value in dict.fromkeys(points[:1] + points[-1:]):
         axes.annotate(
@@ -91,7 +95,7 @@ def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> Non
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
     axes.margins(y=0.12)
-    axes.set_ylabel("reward, accuracy")
+    axes.set_ylabel("mean reward; share right")
 
 
 def _draw_staleness(axes: Axes, maximum: Series, mean: Series, span: int) -> None:

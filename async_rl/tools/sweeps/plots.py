@@ -53,8 +53,12 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
         "off_policy": lambda: _off_policy(rows),
     }
     captions = {}
+    seeds = sorted({len(row.runs) for row in rows})
+    number = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     for name, draw in figures.items():
         if (figure := draw()) is not None:
+            note = f"seeds of each setting: {number}; mean ± standard error"  # a plot may be shown without its caption
+            figure.supxlabel(note, x=0.99, ha="right", fontsize=9, color="#555555")
             figure.savefig(folder / f"{name}.png", dpi=DPI)
             captions[folder / f"{name}.png"] = CAPTIONS[name]
     return captions

@@ -161,6 +161,18 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
     return found
 
 
+def open_suite_rewards(config: Config, task: Verifier) -> dict[str, tuple[NamedReward, ...]]:
+    """Return the reward of each benchmark in eval.suite, by its name."""
+    from async_rl.base.config.suites import SUITES
+
+    return {
+        each.name: _opened(
+            config, task, [RewardConfig(name=f"eval.suite.{each.name}", reward=SUITES[each.name].reward)], "eval.suite"
+        )
+        for each in config.eval.suite
+    }
+
+
 def _check_held_out(config: Config, task: Verifier) -> None:
     """Raise ConfigError if the gold reward is a rule that can't read the right answer of a held-out question."""
     from rollout_server.rewards.rules import check_reference, rule_for_source

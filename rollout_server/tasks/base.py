@@ -93,7 +93,7 @@ class Task(ABC):
         with self._lock:
             position = self.order.position(index)
             question = self.train_question(position)
-        return self._encode(question, index, *self._place(position, is_held_out=False))
+        return self.encode(question, index, *self._place(position, is_held_out=False))
 
     @cached_property
     def order(self) -> PromptOrder:
@@ -106,7 +106,7 @@ class Task(ABC):
             with self._lock:
                 questions = self.eval_questions()
             self._eval_prompts = [
-                replace(self._encode(question, i, *self._place(i, is_held_out=True)), is_held_out=True)
+                replace(self.encode(question, i, *self._place(i, is_held_out=True)), is_held_out=True)
                 for i, question in enumerate(questions)
             ]
         return self._eval_prompts
@@ -153,7 +153,14 @@ class Task(ABC):
         """Return where question number `position` comes from: (its `data_row`, a description for messages)."""
         return position, f"{'held-out ' if is_held_out else ''}question {position} of {self._config.name}"
 
-    def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
+    def encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
+        """Return the prompt of a question, with the task's system prompt.
+
+        Args:
+            index: the index of the prompt.
+            data_row: the number of the question in its source.
+            origin: a description of that place, for messages.
+        """
         question = self._asked(question)
         text = self._text(question)
         return Prompt(

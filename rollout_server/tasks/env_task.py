@@ -47,7 +47,7 @@ class EnvTask(Task):
         number = -1 - position if is_held_out else position
         return position, f"episode {number} of {self._config.env}"
 
-    def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
+    def encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
         return Prompt(
             index=index, tokens=np.zeros(0, np.int32), text=origin, question=question, source=question.source,
             data_row=data_row, origin=origin,

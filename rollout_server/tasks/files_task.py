@@ -118,7 +118,7 @@ class FilesTask(Task):
         """(row among all sources, name of its source, row in it, question) of each held-out question."""
         if config.eval.num_prompts and config.task.eval_data:
             self._eval = self._held_out(self._read_all(config.task.eval_data, "task.eval_path"))
-        elif config.eval.num_prompts:
+        elif config.eval.num_prompts and not config.eval.suite:
             warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
         self._tell_repeated()
 

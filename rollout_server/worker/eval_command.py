@@ -13,6 +13,7 @@ from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.hub_names import DATA_KEYS
 from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer
 from async_rl.base.models_and_data.model_loading import load_without_weights
+from async_rl.base.telemetry.intervals import with_intervals
 from async_rl.base.telemetry.metrics import reduce_metrics
 from buffer.keys import own_keys
 from rollout_server.engines.base import open_engine
@@ -33,8 +34,8 @@ async def evaluate_model(config: Config) -> dict[str, float]:
     values = await _evaluate(config)
     if not values:
         raise ConfigError(
-            f"eval.num_prompts and task.eval_path must give held-out prompts, got {config.eval.num_prompts} and "
-            f"{config.task.eval_path!r}"
+            "eval.num_prompts, and task.eval_path or eval.suite, must give held-out prompts, got "
+            f"{config.eval.num_prompts} and {config.task.eval_path!r}"
         )
     return values
 
@@ -52,7 +53,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
             has_run = logs.is_dir()  # a new folder would take the name of a run that is still to be started
             player = ScoredPlayer(config, 0, engine, task, rewards, tokenizer, logs=logs if has_run else Path(name))
             try:
-                return reduce_metrics((await player.evaluate(0, beside_training=False)).metrics)
+                return with_intervals(reduce_metrics((await player.evaluate(0, beside_training=False)).metrics))
             finally:
                 for note in player.drain_notes():
                     _log.warning("%s", note)

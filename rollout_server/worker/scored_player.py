@@ -19,14 +19,16 @@ import numpy as np
 from async_rl.base.config import Config, EvalConfig
 from async_rl.base.errors import RewardError, WaitTimeoutError, first_error, raised_at
 from async_rl.base.messages.reports import EvaluationDone, HeldOutAnswer
+from async_rl.base.telemetry.intervals import SQUARED
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import IntArray, Prompt
 from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply, StopTexts
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.player import Player, SingleTurnPlayer
-from rollout_server.rewards.base import NamedReward
+from rollout_server.rewards.base import NamedReward, open_suite_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.tasks.base import Task
+from rollout_server.tasks.suites import held_out_prompts
 from rollout_server.worker.worker_stats import EpisodeLog, WorkerStats
 
 _SEED_OFFSET = 2**32
@@ -66,6 +68,10 @@ class ScoredPlayer:
         self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
         self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None
         self._gold = Scoring(config, gold, self.stats.waiting) if gold else None
+        self._of_suite = {
+            name: Scoring(config, found, self.stats.waiting) for name, found in open_suite_rewards(config, task).items()
+        }
+        """The scoring of each benchmark in eval.suite, by its name."""
         self._evaluation = Evaluation(config, self.play, task, self.stats, self._gold_rewards if gold else None)
 
     def _open_player(self, tokenizer: Any, log_file: Path) -> Player:
@@ -88,7 +94,9 @@ class ScoredPlayer:
         """
         episodes = await self._player.play(request)
         self.log.add(episodes, request.prompt.origin, are_trained=request.purpose is Purpose.TRAINING)
-        return await self._score(self._scoring, request, episodes) if self._scoring else episodes
+        is_held_out = request.purpose is Purpose.EVALUATION
+        scoring = self._of_suite.get(request.prompt.source, self._scoring) if is_held_out else self._scoring
+        return await self._score(scoring, request, episodes) if scoring else episodes
 
     async def greedy_reward(self, request: GenerationRequest) -> float | None:
         """Return the reward of a greedy answer to the prompt; None if algorithm.advantage needs none (only ReMax does).
@@ -115,7 +123,8 @@ class ScoredPlayer:
     def drain_metrics(self) -> list[Metric]:
         """Return new metrics since the last call: of episodes, of rewards, and counts of the agents' endpoint."""
         counts = self._player.drain_counts().items()
-        scoring = [each for scorer in (self._scoring, self._gold) if scorer for each in scorer.drain_metrics()]
+        scorers = (self._scoring, self._gold, *self._of_suite.values())
+        scoring = [each for scorer in scorers if scorer for each in scorer.drain_metrics()]
         endpoint = [Metric(f"endpoint/{key}", count, "sum") for key, count in counts]
         return [*self.log.drain_metrics(), *endpoint, *scoring]
 
@@ -126,7 +135,7 @@ class ScoredPlayer:
     async def aclose(self) -> None:
         """Close what episodes and rewards opened. The engine continues to run."""
         await self._player.aclose()
-        for scoring in filter(None, (self._scoring, self._gold)):
+        for scoring in filter(None, (self._scoring, self._gold, *self._of_suite.values())):
             await scoring.aclose()
 
     async def _gold_rewards(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
@@ -216,6 +225,8 @@ class Evaluation:
         self._task = task
         self._stats = stats
         self._gold = gold
+        self._held_out: list[Prompt] = []
+        """The held-out prompts, from the first evaluation on."""
         self._numbers = itertools.count()  # of the prompts of all evaluations
 
     async def run(self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)) -> EvaluationDone:
@@ -241,7 +252,7 @@ class Evaluation:
         most = config.rollout.max_groups_in_flight if is_limited else max(1, config.eval.num_prompts)
         places = asyncio.Semaphore(most)
         with self._stats.evaluating():
-            held_out = await asyncio.to_thread(self._task.eval_prompts)
+            held_out = self._held_out = self._held_out or await asyncio.to_thread(held_out_prompts, config, self._task)
             prompts = held_out[part[0] :: part[1]]
             groups = await self._groups(prompts, places)
             gold = await self._gold_metrics(prompts, groups)
@@ -288,6 +299,7 @@ class Evaluation:
             Metric("eval/version", version, "last"),
             *version_metrics([row.versions[row.mask] for row in rows]),
             *at_k_metrics(rewards, evaluation),
+            *prompt_metrics(sources, rewards, known, evaluation),
             *source_metrics(sources, rewards, known, evaluation),
             *(
                 Metric(f"eval/reward/{name}", value, over_steps="last")
@@ -416,19 +428,42 @@ def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> I
 def source_metrics(
     sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
 ) -> Iterator[Metric]:
-    """Yield the share of right answers and the mean reward by source, if the held-out prompts have several sources.
+    """Yield the share of right answers and the mean reward by source, for several sources or those of eval.suite.
 
     Args:
         sources: the source of each prompt.
         rewards: the rewards of each prompt's answers.
         known: the sources of all held-out prompts.
     """
-    for source in sorted(set(sources)) if len(known) > 1 else ():
-        found = [reward for each, group in zip(sources, rewards, strict=True) if each == source for reward in group]
-        if not found:
-            continue
+    for source, groups in _by_source(sources, rewards, known, evaluation).items():
+        found = [reward for group in groups for reward in group]
         yield _mean(f"eval/accuracy/{source}", sum(map(evaluation.is_right, found)), len(found))
         yield _mean(f"eval/reward_on/{source}", sum(reward or 0.0 for reward in found), len(found))
+
+
+def prompt_metrics(
+    sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
+) -> Iterator[Metric]:
+    """Yield the number of prompts and the mean square of their shares of right answers, for `accuracy_intervals`.
+
+    For the arguments see `source_metrics`.
+    """
+    by_source = _by_source(sources, rewards, known, evaluation)
+    for end, groups in {"": rewards, **{f"/{source}": groups for source, groups in by_source.items()}}.items():
+        shares = [sum(map(evaluation.is_right, group)) / len(group) for group in groups if group]
+        yield Metric(f"eval/prompts{end}", float(len(shares)), "sum", over_steps="last")
+        yield _mean(f"{SQUARED}{end}", sum(share * share for share in shares), len(shares))
+
+
+def _by_source(
+    sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
+) -> dict[str, list[Sequence[float | None]]]:
+    """Return the rewards of prompts with answers by source; {} if there is only one source, not of eval.suite."""
+    found: dict[str, list[Sequence[float | None]]] = {}
+    for source, group in sorted(zip(sources, rewards, strict=True), key=lambda pair: pair[0]):
+        if group and (len(known) > 1 or evaluation.suite):
+            found.setdefault(source, []).append(group)
+    return found
 
 
 def _mean(key: str, total: float, count: int) -> Metric:

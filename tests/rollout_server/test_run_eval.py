@@ -158,7 +158,7 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
     assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
     assert {key.removeprefix("eval/") for key in lines} == {
-        "accuracy", "reward", "reward_of_wrong", "response_length",
+        "accuracy", "accuracy_low", "accuracy_high", "prompts", "reward", "reward_of_wrong", "response_length",
         "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
     }
     (tmp_path / "config.yaml").unlink()

@@ -38,5 +38,5 @@ def test_the_end_of_a_run_shows_an_answer_before_and_after_and_what_to_type_next
     text = format_summary({"steps": 5, "run_dir": "runs/a", "example": example}, compare)
     assert "Spell abc backward" in text and "of 7" in text and "0.25" in text
     assert max(map(len, text.splitlines())) < 250
-    commands = [line.split("  #")[0].strip() for line in text.splitlines() if line.startswith("  async-rl ")]
+    commands = [line.strip() for line in text.splitlines() if line.startswith("  async-rl ")]
     assert commands == ["async-rl view runs/a", compare, "async-rl init"]

@@ -78,7 +78,7 @@ def check_slots(depth: float | Literal["max"], slots: int, limits: SlotLimits) -
     )
 
 
-def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
+def check_eval_path(task: TaskConfig, evaluation: EvalConfig, user: str, reason: str) -> None:
     """Check that a run whose prompts come from files has held-out prompts too. Other tasks generate theirs.
 
     Args:
@@ -86,7 +86,7 @@ def check_eval_path(task: TaskConfig, user: str, reason: str) -> None:
         reason: one or more sentences on why it needs them, to end the message.
     """
     check(
-        not task.path or bool(task.eval_path), "task.eval_path", task.eval_path,
+        not task.path or bool(task.eval_path or evaluation.suite), "task.eval_path", task.eval_path,
         f"the held-out file with {user} and task.path", reason,
     )
 
@@ -103,7 +103,7 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskC
     user, by = "checkpoint.keep_best", f"eval/{checkpoint.best_by}"
     measured = f"It chooses by {by}, measured on held-out prompts."
     check(size > 0, "eval.num_prompts", size, f"above 0 with {user}", measured)
-    check_eval_path(task, user, measured)
+    check_eval_path(task, evaluation, user, measured)
     check(
         evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
         f"a multiple of eval.every_steps = {evals} with {user}",
@@ -113,6 +113,17 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskC
         every % pushes == 0, "checkpoint.every_steps", every,
         f"a multiple of weight_sync.every_steps = {pushes} with {user}", "Only versions that are pushed are evaluated.",
     )
+
+
+def check_suite(evaluation: EvalConfig, task: TaskConfig) -> None:
+    """Check that eval.suite, if it is set, has no other held-out prompts or rewards beside it."""
+    names = [each.name for each in evaluation.suite]
+    for other, key, hint in (
+        (bool(task.eval_path), "task.eval_path", "Its prompts would be replaced. Leave one of the two empty."),
+        (task.gives_rewards, "task.env or task.agent", "An environment or agent can't play its questions."),
+        (bool(evaluation.gold_reward), "eval.gold_reward", "The watcher needs held-out prompts of the task."),
+    ):
+        check(not (names and other), "eval.suite", names, f"empty with {key}", hint)
 
 
 def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> None:
@@ -129,7 +140,7 @@ def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> N
         "empty without eval.num_prompts and eval.every_steps", "It scores the answers of evaluations beside training.",
     )
     check_eval_path(
-        task, "eval.gold_reward",
+        task, evaluation, "eval.gold_reward",
         "It scores answers to held-out prompts, and no others. Or leave eval.gold_reward empty.",
     )
     check(
@@ -156,7 +167,7 @@ def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, s
     ):
         check(not unfit, "placement.eval.servers", servers, f"0 with {key}", hint)
     check_eval_path(
-        task, "placement.eval.servers",
+        task, evaluation, "placement.eval.servers",
         "These servers answer held-out prompts, and nothing else. Or set placement.eval.servers: 0.",
     )
 
@@ -180,6 +191,7 @@ def check_cross_section(config: Config) -> None:
     _check_judge(config)
     _check_difficulty(config)
     check_watch(config.watch, config.checkpoint)
+    check_suite(config.eval, config.task)
     check_gold(config.eval, config.task, has_rule=config.reward_model.leaves_task_out)
     _check_updates(config)
     if config.placement.rollout.engines:

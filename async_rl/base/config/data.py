@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from async_rl.base.config.check import check
 from async_rl.base.config.section import List, Named, OnePart, PathText, Section, checked, section
+from async_rl.base.config.suites import SuiteNames
 from async_rl.base.config.system import is_server_url
 from async_rl.base.config.task_parts import (
     RESERVED_REWARD_NAMES,
@@ -326,7 +327,11 @@ class EvalConfig:
     its push waits instead. At most rollout.max_groups_in_flight prompts are in flight; with pin_version or
     placement.eval.servers, all."""
     num_prompts: NonNegativeInt = 256
-    """The number of held-out prompts. 0: no evaluation."""
+    """The number of held-out prompts; with `suite`, the most of each benchmark. 0: no evaluation."""
+    suite: SuiteNames = ()
+    """Benchmarks whose questions replace the task's held-out prompts: gsm8k, math500, aime25. Each has its own
+    accuracy, and is scored by its own rule: gsm8k_flexible or math_verify. An entry {name: aime25, path: FILE} takes
+    its questions from another place than the hub."""
     samples_per_prompt: PositiveInt = 1
     """The number of answers to each held-out prompt."""
     temperature: NonNegativeFloat | Literal["rollout"] = "rollout"

@@ -146,7 +146,7 @@ def _read_data(given: Any) -> str | tuple[DataConfig, ...]:
     )
 
 
-_ENTRY = {
+ENTRY_SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["path"],
     "properties": {
         "path": {"type": "string"}, "weight": {"type": "number"}, "name": {"type": "string"},
@@ -159,7 +159,7 @@ _ENTRY = {
 DataPaths = Annotated[
     str | tuple[DataConfig, ...], PlainValidator(_read_data),
     WithJsonSchema({
-        "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, _ENTRY]}}]
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, ENTRY_SCHEMA]}}]
     }),
 ]  # fmt: skip
 """The type of a field that names prompts: one source, or a list of sources, each a text or a DataConfig."""

@@ -24,9 +24,9 @@ from async_rl.base.errors import ConfigError
 
 MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path", "judge.path")
 """The settings that name a run's models. Each value is a folder, or the name of a model on the hub."""
-DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
+DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path", "eval.suite")
 """The settings that name a run's data sets. Each value is a file, or the name of a data set on the hub."""
-SERVER_KEYS = ("model.path", "task.path", "task.eval_path")
+SERVER_KEYS = ("model.path", "task.path", "task.eval_path", "eval.suite")
 """The settings that name what a rollout server's process reads."""
 LEARNER_MODELS = MODEL_KEYS[:4]
 LEARNER_KEYS = (*LEARNER_MODELS, "task.pretrain_path")

@@ -271,6 +271,5 @@ def _next_commands(summary: Mapping[str, Any], compare: str) -> str:
         compare: "the same at another staleness, to compare",
         "async-rl init": "writes a config and a reward, to make your own task of",
     }
-    width = max(map(len, commands))
-    lines = [f"  {command:<{width}}  # {why}\n" for command, why in commands.items() if command]
+    lines = [f"  # {why}\n  {command}\n" for command, why in commands.items() if command]
     return f"\nThe model is in {folder}/model. Next:\n{''.join(lines)}"

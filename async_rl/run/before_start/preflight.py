@@ -176,6 +176,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         add("episodes", played, lambda: _check_episodes(config), MODEL, pools=servers)
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
     add(TASK, source, lambda: _check_task(task(), has_questions, config.learner.prompts_per_step), MODEL, pools=servers)
+    if benchmarks := ", ".join(each.name for each in config.eval.suite):
+        add("eval.suite", benchmarks, lambda: _check_suite(config, task()), TASK, pools=servers)
     add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, pools=servers)
     return checks
 
@@ -323,6 +325,13 @@ def _check_task(task: Task, has_questions: bool, prompts_per_step: int) -> list[
         "batch asks some of them twice."
     )
     return [*task.cautions, caution]
+
+
+def _check_suite(config: Config, task: Task) -> None:
+    """Read the questions of eval.suite."""
+    from rollout_server.tasks.suites import held_out_prompts
+
+    held_out_prompts(config, task)
 
 
 def _check_episodes(config: Config) -> None:

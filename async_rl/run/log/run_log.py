@@ -22,6 +22,7 @@ from async_rl.base.run_dir.checkpoints import (
 )
 from async_rl.base.run_dir.run_dir import write_config
 from async_rl.base.telemetry.certificate import certificate
+from async_rl.base.telemetry.intervals import with_intervals
 from async_rl.base.telemetry.metrics import (
     TIME,
     TOKENS,
@@ -268,6 +269,7 @@ class RunLog:
         values = self.logger.reduce([m for report in reports for m in report.metrics if m.key.startswith("eval/")])
         if values:
             version = reports[0].version
+            values = with_intervals(values, self.logger.reduce)
             values |= self._note_values(version, values)
             self.results.add_answers(version, [answer for report in reports for answer in report.answers])
             self._prune()

@@ -27,7 +27,7 @@ from rollout_server.episodes.endpoint.request import (
 
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (), "top_p": (), "top_k": (), "thinking": ({"type": "disabled"},), "output_config": ({},),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    "context_management": ({}, {"edits": []}), "tool_choice": ({"type": "auto"}, {"type": "none"}),
 }  # fmt: skip
 _KNOWN = frozenset([
     "max_tokens", "messages", "model", "stop_sequences", "stream", "system", "tools", *_IGNORED,

@@ -222,10 +222,13 @@ def test_what_changes_only_how_the_policy_samples_is_ignored_and_counted() -> No
             await llm.responses.create(**RESPONSES_BODY, reasoning={"effort": "low"}, temperature=0.2, store=False)
         async with claude(opened) as llm:
             await llm.messages.create(**MESSAGES_BODY, tool_choice={"type": "any"}, extra_body={"top_k": 5})
+            edits: Any = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+            await llm.beta.messages.create(**MESSAGES_BODY, context_management=edits, betas=["b"])
         counted = {name for name, number in endpoint.counts.items() if name.startswith("ignored/") and number}
-        assert counted == {"ignored/temperature", "ignored/reasoning", "ignored/tool_choice", "ignored/top_k"}
+        ignored = ("temperature", "reasoning", "tool_choice", "top_k", "context_management")
+        assert counted == {f"ignored/{name}" for name in ignored}
 
-    assert with_session(agent, "a", "b").num_turns == 2
+    assert with_session(agent, "a", "b", "c").num_turns == 3
 
 
 def test_a_retry_of_anthropics_client_finds_the_reply_that_is_under_way() -> None:

@@ -165,6 +165,7 @@ def test_what_may_not_be_meant_is_a_caution(base: Config, model: Path, tmp_path:
         (str(folder), changed(base, model={"path": folder})),
         ("algorithm.support", changed(base, **BIASED)),
         ("learner.lr", changed(base, learner={"lr": 0.1})),
+        ("placement.colocated", changed(base, placement={"colocated": True}, staleness={"max": 2})),
         ("learner.prompts_per_step", changed(base, learner={"prompts_per_step": 20_000})),
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(

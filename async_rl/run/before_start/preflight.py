@@ -396,7 +396,8 @@ def _check_judge(config: Config) -> list[str]:
     return check_model_folder(judge.path, key="judge.path")
 
 
-def _check_placement(config: Config) -> None:
+def _check_placement(config: Config) -> list[str]:
+    """Check that the processes fit on this host. Returns a warning if they can't share the GPUs that it lacks."""
     check_gpu_driver()
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
     wanted = learner.ranks + len(config.server_names) * rollout.tp
@@ -406,3 +407,6 @@ def _check_placement(config: Config) -> None:
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
     explain(config, find_hosts(config))
+    if gpus or not config.placement.colocated:
+        return []
+    return ["placement.colocated: there is no GPU here, so learner and servers share none."]

@@ -224,7 +224,12 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
                     f"MODEL must be a model's folder, got {model}: that is a run. Name {Path(model) / 'model'}, which "
                     "is written at its end"
                 )
-            raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {config} beside the model")
+            if not any(each.startswith("eval.suite=") for each in overrides):
+                raise ConfigError(
+                    f"async-rl eval needs a CONFIG with the task, or eval.suite=[gsm8k]: there is no {config} beside "
+                    "the model"
+                )
+            config = {"task": {"name": "rollout_server.tasks.suites:BenchmarksAlone"}}
     return config_of(config, [*overrides, text_override("model.path", model)])
 
 

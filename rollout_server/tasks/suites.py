@@ -64,3 +64,18 @@ def _rows(data: DataConfig, named: NamedColumns) -> Iterator[tuple[Question, int
             last = {**last, "content": f"{last['content']}\n{benchmark.instruction}"}
             yield replace(question, messages=(*before, last), source=data.name), row, where
             row += 1
+
+
+class BenchmarksAlone(Task):
+    """A task for `async-rl eval MODEL eval.suite=[...]`: it has no prompts of its own."""
+
+    num_prompts = 1
+
+    def train_question(self, position: int) -> Question:
+        raise ConfigError("this task has no training prompts: set task.path or task.name")
+
+    def eval_questions(self) -> list[Question]:
+        return []
+
+    def verify(self, question: Question, response: str) -> float:
+        raise NotImplementedError("each benchmark has its own rule")

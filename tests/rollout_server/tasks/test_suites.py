@@ -167,11 +167,15 @@ def test_a_question_that_is_too_long_is_refused_and_not_left_out(tmp_path: Path)
 def test_the_command_evaluates_a_model_on_a_local_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model("tiny-qwen3", tmp_path / "model", seed=0)
     (tmp_path / "aime.jsonl").write_bytes(jsonl(AIME * 3))
-    (tmp_path / "config.yaml").write_text(
+    (tmp_path / "own.yaml").write_text(
         "model: {path: none}\ntask: {name: reasoning_gym/spell_backward}\n"
         "rollout: {engine: hf, max_response_tokens: 4}\nlogging: {wandb: disabled}\n"
     )
-    suite = f"eval.suite=[{{name: aime25, path: {tmp_path}/aime.jsonl}}]"
-    assert main(["eval", str(tmp_path / "model"), str(tmp_path / "config.yaml"), suite]) == 0
-    said = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert said["eval/prompts/aime25"] == "3" and float(said["eval/accuracy_high/aime25"]) < 1
+    suite, model = f"eval.suite=[{{name: aime25, path: {tmp_path}/aime.jsonl}}]", str(tmp_path / "model")
+    without_task = ["rollout.engine=hf", "rollout.max_response_tokens=4"]
+    for words in ([str(tmp_path / "own.yaml")], without_task):
+        assert main(["eval", model, *words, suite]) == 0
+        said = dict(line.split() for line in capsys.readouterr().out.splitlines())
+        assert said["eval/prompts/aime25"] == "3" and float(said["eval/accuracy_high/aime25"]) < 1
+    assert main(["eval", model, *without_task]) == 2
+    assert "eval.suite" in capsys.readouterr().err

@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 REQUIREMENTS = {
     "pydantic_ai": "pydantic-ai-slim[openai]==2.68.0",
     "pydantic_ai_claude": "pydantic-ai-slim[anthropic]==2.68.0",
-    "openai_agents": "openai-agents==0.24.0",
 }
 """What the frameworks install, each in an environment of its own."""
 STEPS = 20
@@ -57,7 +56,7 @@ def trained(folder: Path, agent: str, python: str) -> Run:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("framework", ["sdk", *REQUIREMENTS])
+@pytest.mark.parametrize("framework", ["sdk", "responses", *REQUIREMENTS])
 def test_an_unmodified_agent_learns_in_twenty_steps(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

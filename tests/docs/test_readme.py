@@ -105,7 +105,7 @@ ELSEWHERE = {
     "make nightly": "it runs this file",
     "make vllm": "a part of make nightly",
     "pip wheel --no-deps --wheel-dir dist .": "tests/e2e/test_wheel.py",
-    "pip install 'dist/async_rl-0.1.0-py3-none-any.whl[all]'": "tests/e2e/test_wheel.py, without the extras",
+    "pip install 'dist/async_rl-0.2.0-py3-none-any.whl[all]'": "tests/e2e/test_wheel.py, without the extras",
     "async-rl init": "tests/e2e/test_wheel.py",
     "async-rl sft quickstart.yaml": "tests/e2e/test_wheel.py",
     "async-rl train quickstart.yaml": "tests/e2e/test_wheel.py",

@@ -99,6 +99,8 @@ ELSEWHERE = {
     "async-rl answer runs/my-run go-on": "tests/e2e/test_watcher.py",
     "async-rl answer runs/my-run rollback": "tests/e2e/test_watcher.py",
     "async-rl answer runs/my-run stop": "tests/e2e/test_watcher.py",
+    "python -m benchmarks.smollm2 models/SmolLM2-135M-Instruct": "by hand, docs/results/index.md has the result",
+    "async-rl train configs/smollm2_cpu.yaml": "by hand, and its dry run in tests/docs/test_recipes.py",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-FILES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
+RECIPES = sorted((ROOT / "recipes").rglob("*.md"))
+FILES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md")), *RECIPES]
 DOCUMENTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes or updates the virtual environment: the CUDA set where nvidia-smi works, else the CPU set. pip alone is enough.
+# Makes or updates the virtual environment: the CUDA set where nvidia-smi works, else the CPU set. pip alone is enough, and
+# uv is used where it is on PATH.
 # Of the CUDA set, cuda-tile is a stub in the package index: it fetches its wheel from NVIDIA's own index, which must be
 # reachable too.
 # A second run sees by a hash of its inputs that nothing changed and returns at once.
@@ -60,8 +61,17 @@ if [ "$anew" ]; then
     fi
 fi
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-install() { pip install --quiet --no-compile --constraint "$constraints" "$@"; }
+if command -v uv >/dev/null; then
+    for name in INDEX_URL EXTRA_INDEX_URL FIND_LINKS; do  # uv does not read pip's variables
+        of_pip=PIP_$name of_uv=UV_$name
+        if [ -n "${!of_pip:-}" ] && [ -z "${!of_uv:-}" ]; then export "$of_uv=${!of_pip}"; fi
+    done
+    # unsafe-best-match: as pip does, the best version in all indexes
+    installer=(uv pip install --python "$venv/bin/python" --index-strategy unsafe-best-match)
+else
+    installer=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile)
+fi
+install() { "${installer[@]}" --quiet --constraint "$constraints" "$@"; }
 torch=$(sed -n 's/^torch==//p' "$constraints")
 
 echo "setup: installing the $set set into $venv (minutes the first time)"
@@ -72,7 +82,7 @@ else
         echo "setup: no CPU-only build of torch $torch here, taking the default one (larger, works the same)"
         install "torch==$torch"
     }
-    install --requirement requirements/sglang-cpu.txt --editable '.[dev,peers]'
+    install --editable '.[dev,peers,sglang-cpu]'
     install --no-deps --requirement requirements/sglang-cpu-nodeps.txt
 fi
 "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true  # on all cores, pip on one

@@ -20,6 +20,8 @@ OF_USERS = {
     "vllm": "how-to/install.md",
 }  # fmt: skip
 """Packages of modules that a user brings who wants them, and the document that says so."""
+NOT_OURS = ("dev", "peers", "sglang-cpu")
+"""Extras whose packages are imported by tests or by SGLang."""
 UNINSTALLED = {"pynvml": "nvidia-ml-py", "omegaconf": "skyrl-gym"}
 """The package that brings a module, where it is not installed here under the module's name."""
 
@@ -46,7 +48,7 @@ def imported() -> dict[str, str]:
 def declared() -> set[str]:
     """The packages that pip installs with the wheel or with an extra for users."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: each for name, each in project["optional-dependencies"].items() if name not in ("dev", "peers")}
+    extras = {name: each for name, each in project["optional-dependencies"].items() if name not in NOT_OURS}
     texts = [*project["dependencies"], *(text for each in extras.values() for text in each)]
     return {canonicalize_name(Requirement(text).name) for text in texts}
 

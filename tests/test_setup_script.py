@@ -46,10 +46,23 @@ def test_an_environment_of_a_host_without_gpu_is_made_anew_where_there_is_one(
     assert (tmp_path / "made").exists() == is_anew, done.stdout
 
 
-def set_up(folder: Path, glibc: str, driver: str, torch: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("has_uv", [True, False])
+def test_uv_installs_where_it_is_on_the_path_from_the_same_indexes_as_pip(tmp_path: Path, has_uv: bool) -> None:
+    done = set_up(tmp_path, "2.35", "580", "2.13.0", has_uv=has_uv)
+    assert done.returncode != 0  # neither has installed anything
+    called = tmp_path / "uv"
+    assert called.exists() == has_uv
+    if has_uv:
+        python = str(tmp_path / "venv" / "bin" / "python")
+        assert called.read_text().split() == ["pip", "install", "--python", python, "/some/wheels"]
+
+
+def set_up(
+    folder: Path, glibc: str, driver: str, torch: str, has_uv: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run the script on a host with that glibc and driver, with an environment that has that torch and no pip.
 
-    Where it would make an environment, the file `made` appears in `folder`.
+    Where it would make an environment, the file `made` appears in `folder`; where it calls uv, the file `uv`.
     """
     (folder / "bin").mkdir()
     program(folder / "bin" / "ldd", f"ldd (Ubuntu GLIBC {glibc}-0ubuntu3) {glibc}")
@@ -66,9 +79,13 @@ def set_up(folder: Path, glibc: str, driver: str, torch: str) -> subprocess.Comp
     python, maker = venv / "bin" / "python", folder / "bin" / "python3"
     python.write_text(f"#!/bin/sh\n[ \"$1\" = -m ] && exit 1\n{started}\n")  # for pip: nothing is fetched here
     maker.write_text(f"#!/bin/sh\n[ \"$1\" = -m ] && echo > {folder}/made && exit 1\n{started}\n")
-    for file in (python, maker):
+    uv = folder / "bin" / "uv"
+    if has_uv:
+        uv.write_text(f'#!/bin/sh\necho "$1 $2 $3 $4 $UV_FIND_LINKS" > {folder}/uv; exit 1\n')
+    for file in (python, maker, *[uv] * has_uv):
         file.chmod(0o755)
     return subprocess.run(
         [str(shutil.which("bash")), str(SETUP)], capture_output=True, text=True, timeout=60,
-        env={"PATH": str(folder / "bin"), "ASYNC_RL_VENV": str(venv), "HOME": os.environ.get("HOME", "/")},
+        env={"PATH": str(folder / "bin"), "ASYNC_RL_VENV": str(venv), "HOME": os.environ.get("HOME", "/"),
+             "PIP_FIND_LINKS": "/some/wheels"},
     )

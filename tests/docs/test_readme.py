@@ -112,7 +112,9 @@ ELSEWHERE = {
     "async-rl sft quickstart.yaml": "tests/e2e/test_wheel.py",
     "async-rl train quickstart.yaml": "tests/e2e/test_wheel.py",
     "pip install torch==2.13.0+cpu || pip install torch==2.13.0": "scripts/setup.sh",
-    "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev,peers]'": "scripts/setup.sh",
+    "pip install -c constraints/cpu.txt -e '.[dev,peers,sglang-cpu]'": "scripts/setup.sh",
+    "pip install --no-deps apache-tvm-ffi==0.1.15.post2 sglang==0.5.21 xgrammar==0.2.7":
+        "scripts/setup.sh, tests/test_constraints.py",
     "pip install -c constraints/cpu.txt --no-deps -r requirements/sglang-cpu-nodeps.txt": "scripts/setup.sh",
     "pip install -c constraints/cuda.txt -e '.[dev,peers,sglang-gpu]'": "scripts/setup.sh",
 }

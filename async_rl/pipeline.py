@@ -198,14 +198,14 @@ def train_once(
         decided = {**decided, **keys, **decide_placement(config, reservation), **paths}
         origin = Origin(os.getcwd(), loaded, decided, client_keys_to_send(config, keys))
         processes = ActorGroup(run_dir, reservation, signals, origin)
-        supervisor = Supervisor(config, processes, log)
+        shares_gpu = servers_per_gpu(reservation.bundles) > 1  # servers start one after the other then
+        supervisor = Supervisor(config, processes, log, gpus=reservation.gpus, one_by_one=shares_gpu)
         try:
-            buffer_address, judges = start_processes(config, processes, log, reservation)
+            buffer_address, master = start_processes(config, processes, log, reservation)
             revive = partial(revive_buffer, config, processes, log, buffer_address)
-            if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
-                _evaluate(config, processes, log, "rollout/0", version=0)
             control.connect(processes.actors["learner/0"])
-            supervisor.train(buffer_address, revive, signals, judges)
+            learner = partial(start_learner, config, processes, log, master, buffer_address)
+            supervisor.train(buffer_address, revive, learner, signals)
             servers = supervisor.end_restarts()
             if not signals.requested and not log.end_reason:
                 evaluate_trained(config, processes, log, servers)
@@ -233,68 +233,61 @@ def train_once(
 
 def start_processes(
     config: Config, processes: ActorGroup, log: RunLog, reservation: Reservation
-) -> tuple[str, dict[str, str]]:
-    """Start the buffer, every server and every learner rank, and connect them.
+) -> tuple[str, tuple[str, int]]:
+    """Start the buffer, and the processes of the learner ranks without the learner in them.
 
     Returns:
-        The buffer's address, and the URLs of the judge servers by process name.
+        The buffer's address, and the address at which the learner's ranks will meet.
     """
-    from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads, server_class
+    from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads
 
-    limit = config.timeouts.limit("startup_s")
-    placement, engines = config.placement, ", ".join(config.engine_entries)
+    limit, placement, engines = config.timeouts.limit("startup_s"), config.placement, ", ".join(config.engine_entries)
     ranks, apart = placement.learner.ranks, placement.eval.servers
     servers = f"{placement.rollout.servers} rollout server(s) ({engines})"
     servers += f", {apart} evaluation server(s)" if apart else ""
     servers += f", {placement.judge.servers} judge server(s)" if placement.judge.servers else ""
-    began_s = time.monotonic()
     how_far = f"`async-rl status {config.run_dir}` tells how far"
     log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s); {how_far}")
     buffer = processes.start("buffer", BufferActor, max_concurrency=4)
-    servers_by_name = {
-        name: processes.start(name, server_class(name), index) for index, name in enumerate(config.server_names)
-    }
-    judges: dict[str, Any] = {}
-    for index, name in enumerate(config.judge_names):
-        from async_rl.run.processes.judge_actor import JudgeActor
-
-        judges[name] = processes.start(name, JudgeActor, index)
     learners = {
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, r, threads=learner_threads(config))
         for r in range(ranks)
     }
-    starting = {**servers_by_name, **judges}
     if not runs_here(config):  # else check_inputs has found all here
-        _find_files(config, processes, log, starting, learners)
+        _find_files(config, processes, log, learners)
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     if not runs_here(config):  # else check_inputs has asked this host
-        for caution in check_cluster_memory(processes, list(servers_by_name), list(learners), limit, reservation.gpus):
+        for caution in check_ranks_memory(processes, list(learners), limit, reservation.gpus):
             log.logger.note(f"caution: {caution}")
-    one_by_one = servers_per_gpu(reservation.bundles) > 1  # they share a GPU, and each measures what is free
-    urls: dict[str, Any] = {}
-    for names in [[name] for name in starting] if one_by_one else [list(starting)]:
-        urls |= processes.gather({name: starting[name].start.remote() for name in names}, limit, "the start")
-    judge_urls = {name: str(urls[name]) for name in judges}
     listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, limit, "the address")
-    judged_at = list(judge_urls.values())
-    connecting = {
-        name: each.connect.remote(address, judged_at, processes.starts[name]) for name, each in servers_by_name.items()
-    }
-    processes.gather(connecting, limit, "connecting")
-    arguments = (listening["learner/0"], address, [urls[name] for name in servers_by_name])
-    processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")
-    log.logger.note(f"all processes are up after {time.monotonic() - began_s:.0f} s")
-    return str(address), judge_urls
+    return str(address), listening["learner/0"]
 
 
-def _find_files(
-    config: Config, processes: ActorGroup, log: RunLog, servers: Mapping[str, Any], learners: Mapping[str, Any]
+async def start_learner(
+    config: Config, processes: ActorGroup, log: RunLog, master: tuple[str, int], buffer_address: str
 ) -> None:
-    """Have each host find the models, data and run.dir that its processes need. Files on the hub are downloaded.
+    """Start the learner on all ranks, and have a rollout server evaluate the untrained model.
+
+    Evaluation servers evaluate it during training instead. The supervisor calls this once every server has started.
 
     Args:
-        servers: the actors of all servers, by process name, including the judge servers.
+        master: the address at which the ranks meet.
+    """
+    limit = config.timeouts.limit("startup_s")
+    names = [name for name in processes.actors if name.startswith("learner")]
+    calls: dict[str, Any] = {name: processes.actors[name].start.remote(master, buffer_address) for name in names}
+    await asyncio.gather(*(processes.call(name, call, limit, "the start") for name, call in calls.items()))
+    if config.eval.num_prompts and not config.run.resume and not config.placement.eval.servers:
+        call, limit = _evaluation(processes, "rollout/0", version=0), config.timeouts.limit("batch_s")
+        log.add_eval(await processes.call("rollout/0", call, limit, "the evaluation of version 0"))
+    log.logger.note("all processes are up")
+
+
+def _find_files(config: Config, processes: ActorGroup, log: RunLog, learners: Mapping[str, Any]) -> None:
+    """Have each host of the learner find the models, data and run.dir. Files on the hub are downloaded.
+
+    Args:
         learners: the actors of all learner ranks, by process name.
 
     Raises:
@@ -303,45 +296,34 @@ def _find_files(
     if repos := [repo.name for repo in hub_repos(config)]:
         log.logger.note(f"every host fetches {', '.join(repos)}, unless it has it: see its logs")
     with NamedTemporaryFile(dir=config.run_dir.absolute(), prefix=".shared-") as marker:
-        finding = {name: each.find_files.remote() for name, each in servers.items()}
-        finding |= {name: each.find_files.remote(marker.name) for name, each in learners.items()}
+        finding = {name: each.find_files.remote(marker.name) for name, each in learners.items()}
         processes.gather(finding, config.timeouts.limit("batch_s"), "the models and data of its host")
 
 
-def check_cluster_memory(
-    processes: ActorGroup, servers: Sequence[str], learners: Sequence[str], limit: Limit, gpus: float
-) -> list[str]:
-    """Check the GPU memory of a run on a Ray cluster, and return warnings about it.
+def check_ranks_memory(processes: ActorGroup, learners: Sequence[str], limit: Limit, gpus: float) -> list[str]:
+    """Check the GPU memory of the learner ranks of a run on a Ray cluster, and return warnings about it.
 
     Each process reports the GPU memory of its host. Without GPUs nothing is checked, and the list is empty.
 
     Args:
-        servers: names of the server processes.
         learners: names of the learner ranks.
         limit: the time limit of each call.
         gpus: number of GPUs of all hosts together.
 
     Raises:
-        ConfigError: torch finds no GPU on a host that has some, or a learner rank or a server has too little memory for
-            its weights and state.
+        ConfigError: torch finds no GPU on a host that has some, or a learner rank has too little memory.
     """
-    asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in (*servers, *learners)}
-    found = processes.gather(asked, limit, "the size of its GPUs")
-    of_ranks, of_servers = (min(found[name] for name in names) for names in (learners, servers))
-    if not of_ranks:
+    asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in learners}
+    if not (smallest := min(processes.gather(asked, limit, "the size of its GPUs").values())):
         return []
-    checking: Any = processes.actors["learner/0"].check_memory.remote(of_ranks, of_servers, gpus)
+    checking: Any = processes.actors["learner/0"].check_memory.remote(smallest, gpus)
     return list(processes.gather({"learner/0": checking}, limit, "the memory of the run")["learner/0"])
 
 
-def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, version: int) -> None:
-    if config.eval.num_prompts == 0:
-        return
-    report = processes.gather(
-        {name: processes.actors[name].evaluate.remote(version, beside_training=False)},
-        config.timeouts.limit("batch_s"), f"the evaluation of version {version}",
-    )[name]
-    log.add_eval(report)
+def _evaluation(processes: ActorGroup, name: str, version: int) -> Any:
+    """Have server `name` evaluate its weights, which are `version`, while nothing is trained. Returns the call."""
+    actor: Any = processes.actors[name]
+    return actor.evaluate.remote(version, beside_training=False)
 
 
 def evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
@@ -357,7 +339,8 @@ def evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers
         return
     for name in servers:
         try:
-            _evaluate(config, processes, log, name, version=log.version)
+            call, what = _evaluation(processes, name, log.version), f"the evaluation of version {log.version}"
+            log.add_eval(processes.gather({name: call}, config.timeouts.limit("batch_s"), what)[name])
             return
         except AsyncRLError as error:
             log.logger.note(f"{name} did not evaluate version {log.version}: {str(error).splitlines()[0]}")

@@ -25,7 +25,7 @@ from learner.packing import rows_by_episode
 class NoBatch:
     """Says why the learner gets no batch now. Every rank gets it in place of the batch.
 
-    `push wanted`: a rollout server came back and waits for weights; the learner asks again after the push.
+    `servers wait`: rollout servers have joined and wait for weights; the learner asks again when they have them.
     `checkpoint wanted`: the user's training program wants a checkpoint; the learner asks again after it.
     `paused`: the watcher has paused the run; the learner asks again every few seconds.
     `stopped`: the user has stopped the run.
@@ -33,7 +33,7 @@ class NoBatch:
     `nothing to learn`: the buffer will hand out no further batch.
     """
 
-    why: Literal["push wanted", "checkpoint wanted", "paused", "stopped", "ended", "nothing to learn"]
+    why: Literal["servers wait", "checkpoint wanted", "paused", "stopped", "ended", "nothing to learn"]
     reason: str = ""
     """For `ended` and `nothing to learn`, the text from the program or the buffer that says why no batch follows."""
 
@@ -43,7 +43,7 @@ Taken = Sequence[bytes | memoryview] | NoBatch
 
 
 def ask_buffer(
-    client: LearnerClient, version: int, asked: Callable[[], NoBatch | None], is_push_wanted: Callable[[], bool]
+    client: LearnerClient, version: int, asked: Callable[[], NoBatch | None], someone_waits: Callable[[], bool]
 ) -> Taken:
     """Wait on rank 0 for batch number `version`, and return its frames or a NoBatch that says why there is none.
 
@@ -51,18 +51,18 @@ def ask_buffer(
 
     Args:
         asked: called every few seconds; a NoBatch from it ends the wait, and is returned.
-        is_push_wanted: called every few seconds; True ends the wait with `push wanted`.
+        someone_waits: called every few seconds; True ends the wait with `servers wait`.
 
     Raises:
         WaitTimeoutError: there was no batch within timeouts.batch_s, and no other reason to end the wait.
     """
     if (wanted := asked()) and wanted.why == "paused":
-        return NoBatch("push wanted") if is_push_wanted() else wanted
+        return NoBatch("servers wait") if someone_waits() else wanted
     try:
-        frames = client.take_raw(version, lambda: asked() is not None or is_push_wanted())
+        frames = client.take_raw(version, lambda: asked() is not None or someone_waits())
     except NothingToLearnError as error:
         return NoBatch("nothing to learn", str(error))
-    return frames or asked() or NoBatch("push wanted")
+    return frames or asked() or NoBatch("servers wait")
 
 
 def await_push(

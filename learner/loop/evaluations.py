@@ -49,10 +49,6 @@ class Evaluations:
         self._needs_evaluation_of = config.needs_evaluation_of
         self._push_spans: list[Span] = []
 
-    def connect(self) -> list[ServersLost]:
-        """Connect to the evaluation servers. Returns a report of the servers that died meanwhile, or []."""
-        return self.weights.connect() if self.weights else []
-
     def note_push(self, seconds: float) -> None:
         """Record on rank 0 how long a push to the rollout servers took. It limits pushes to evaluation servers."""
         self._slowest_push_s = max(self._slowest_push_s, seconds)

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from async_rl.base.config import Config, RunConfig, TimeoutsConfig
-from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
+from async_rl.base.messages.reports import LearnerReport, ServersFilled, ServersLost, StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import RecentSteps, TrainingState, checkpoint_folder, lineage_of
 from async_rl.base.telemetry.metrics import TIME, Metric, reduce_metrics
 from async_rl.base.telemetry.nvml import GpuSampler
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span, Timeline
 from async_rl.base.types import Batch
+from async_rl.base.weights import PushReport
 from buffer.client import LearnerClient
 from buffer.wire import decode_batch
 from learner.loop.batches import NoBatch, ask_buffer, await_push, check_staleness, share_taken
@@ -35,9 +36,9 @@ PAUSE = "pause"
 """The name of the span of a learner that the watcher has paused."""
 _WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
 STEP_TIMES = {
-    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
-    "drain": "time/drain_s", "held push": "time/held_by_eval_s", "eval push": "time/eval_push_s",
-    PAUSE: "time/paused_s",
+    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "fill": "time/sync_s",
+    "release memory": "time/sync_s", "drain": "time/drain_s", "held push": "time/held_by_eval_s",
+    "eval push": "time/eval_push_s", PAUSE: "time/paused_s",
 }
 """[name of a span] the metric that adds up the span's seconds. The last four metrics exist only if there was such a
 span.
@@ -49,7 +50,6 @@ class Learner:
 
     Args:
         master_address, master_port: where rank 0 serves the rendezvous of all ranks.
-        engine_urls: URLs of all servers, in the order of config.server_names.
         listener: rank 0's socket that listens at (master_address, master_port); None: it is opened here.
 
     Raises:
@@ -58,7 +58,7 @@ class Learner:
 
     def __init__(
         self, config: Config, rank: int, world_size: int, master_address: str, master_port: int, buffer_address: str,
-        engine_urls: list[str], listener: socket.socket | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self.config = config
         self.rank = rank
@@ -70,10 +70,10 @@ class Learner:
         self._push_metrics: list[Metric] = []
         self._push_spans: list[Span] = []
         """Spans of the servers' pauses since the last report. `_push_metrics` has the metrics of the same pushes."""
-        pushers = open_pushers(config, self._updater, engine_urls, rank)
+        pushers = open_pushers(config, self._updater, rank)
         self.servers = {pool: pusher.members for pool, pusher in pushers.items()}
-        """[pool] the servers to push to. The driver reports deaths and returns of servers here on rank 0, from another
-        thread.
+        """[pool] the servers to push to. The driver reports here on rank 0, from another thread, which servers join and
+        which are lost.
         """
         self.shared_gpus = SharedGpus()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
@@ -114,11 +114,8 @@ class Learner:
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         config = self.config
-        if self.version < config.run.steps:  # connect: every server serves this version, and admission opens for it
-            yield from [*self._weights.connect(), *self.evaluations.connect()]
-            transport = config.weight_sync.transport_entry
-            if self.version > 0 or (transport and transport.connects_late):  # the servers have loaded version 0
-                yield from self._push()
+        if self.version < config.run.steps:  # every server gets this version, and admission opens for it
+            yield from self._fill()
             self._release()
             yield from self.evaluations.make_due(self.version, None)
         else:
@@ -128,8 +125,11 @@ class Learner:
             # take: the next batch, or why there is none
             taken = self._take()
             if isinstance(taken, NoBatch):
-                if taken.why == "push wanted":
-                    yield from (yield from self._publish(None, is_last=False))
+                if taken.why == "servers wait":
+                    filled = self._fill()
+                    if self.version > self._served_version:
+                        yield from (yield from self._publish(None, is_last=False))
+                    yield from filled
                 elif taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()
                 elif taken.why == "paused":
@@ -177,7 +177,7 @@ class Learner:
     def _take(self) -> Batch | NoBatch:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
-        `stop` ends the wait. So does a server that came back and needs a push: the batch may be waiting for this
+        `stop` ends the wait. So does a server that has joined and needs weights: the batch may be waiting for this
         server's groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
         """
         if self._no_batch:
@@ -185,8 +185,8 @@ class Learner:
         taken = None
         with self._timeline.span("wait_data", "batch"):
             if self._client:
-                is_push_wanted = self._weights.members.someone_waits
-                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, is_push_wanted)
+                waits = self._weights.members.someone_waits
+                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, waits)
             taken = share_taken(taken)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
@@ -202,22 +202,20 @@ class Learner:
             dist.barrier()
 
     def _publish(self, batch: Batch | None, is_last: bool) -> Generator[LearnerReport, None, list[LearnerReport]]:
-        """Push the current version to every server. If it is new, open admission for it and begin due evaluations.
+        """Push the current version, which is new, to every server. Open admission for it and begin due evaluations.
 
-        A new version first waits for an evaluation that holds pushes, and with on_update drain for running groups. If
-        the run ends during that wait, nothing is pushed, and `_take` returns the reason.
+        The push first waits for an evaluation that holds pushes, and with on_update drain for running groups. If the
+        run ends during that wait, nothing is pushed, and `_take` returns the reason.
 
         Yields reports of lost servers before groups may start with the version: a lost server that still lives would
         sample them from older weights. Returns the other reports for the driver.
 
         Args:
-            batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.
+            batch: the step's batch. None: an extra push, without a step, as a server that has joined has the version.
             is_last: the push follows the last step, so admission stays closed.
         """
-        is_new = self.version > self._served_version
-        if is_new:
-            self.evaluations.await_end(self.version)
-        if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
+        self.evaluations.await_end(self.version)
+        if self.config.weight_sync.on_update == "drain" and not is_last:
             with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
                 self._no_batch = await_push(self._client, self.version, self.requests.why_no_batch)
             if self._no_batch:
@@ -225,9 +223,22 @@ class Learner:
         yield from self._push(batch, is_last=is_last)
         if is_last:  # no group may start any more
             return []
-        if is_new:
-            self._release()
-        return [*self.evaluations.make_due(self.version, batch)]
+        filled = self._fill() if self._weights.someone_waits() else []
+        self._release()
+        return [*filled, *self.evaluations.make_due(self.version, batch)]
+
+    def _fill(self) -> list[ServersLost | ServersFilled]:
+        """Push the weights to the servers that have joined, and return reports of them for the driver. Collective."""
+        with self._timeline.span("sync", "fill"):
+            report, events = self._weights.fill(self.version)
+        self._push_spans += report.spans
+        if counted := [event for event in events if isinstance(event, ServersFilled)]:
+            self._push_metrics += [
+                Metric("push/fill_s", report.seconds, "sum", unit="s"),
+                Metric("push/filled_servers", float(len(counted[0].servers)), "sum"),
+            ]
+        self._push_metrics += _counts(report, events)
+        return events
 
     def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:
         """Push the weights to every live server, verified with a row of `batch` if that is due. Returns lost servers.
@@ -244,10 +255,7 @@ class Learner:
             Metric("push/bytes", float(report.num_bytes), "sum", unit="bytes"),
             Metric("push/pause_s", report.pause_s, unit="s"),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._weights.servers),
-            *([Metric("push/lost_servers", float(sum(len(each.servers) for each in lost)), "sum")] if lost else []),
-            *([Metric("parity/weights/compared", float(report.num_compared), "sum")] if report.num_compared else []),
-            *([Metric("parity/weights/unequal", float(report.num_unequal), "sum")] if report.num_unequal else []),
-            *([Metric("push/repeats", float(report.num_repeats), "sum")] if report.num_repeats else []),
+            *_counts(report, lost),
         ]
         if self.config.weight_sync.delta:
             self._push_metrics.append(Metric("push/changed_share", report.changed_share, unit="share"))
@@ -361,6 +369,16 @@ class Learner:
         self.evaluations.close()
         self._gpus.close()
         dist.destroy_process_group()
+
+
+def _counts(report: PushReport, events: Sequence[ServersLost | ServersFilled]) -> list[Metric]:
+    """Return the metrics of a push that count servers and repeats, without those that are 0."""
+    counts = {
+        "push/lost_servers": sum(len(each.servers) for each in events if isinstance(each, ServersLost)),
+        "parity/weights/compared": report.num_compared, "parity/weights/unequal": report.num_unequal,
+        "push/repeats": report.num_repeats,
+    }
+    return [Metric(key, float(count), "sum") for key, count in counts.items() if count]
 
 
 def _is_over(run: RunConfig, elapsed_s: float) -> bool:

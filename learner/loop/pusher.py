@@ -1,5 +1,8 @@
 """Pushes the learner's weights to every live server, and verifies the first push and every weight_sync.verify_every-th.
 
+A server that joins is filled first: it gets its first weights by itself, and they are compared with the learner's. It
+checks also that the server loads every weight. Then the server gets the same pushes as the others.
+
 A verified push compares the sums of each server's weights with the learner's, and then logprobs. Logprobs alone would
 not show weights that one step has hardly moved, or experts to which no token was sent. The first verified push also
 checks that a server loads every weight; an error ends the run. A later one removes a server that differs, and the
@@ -9,7 +12,7 @@ driver restarts that server.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.base.config import Config
-from async_rl.base.messages.reports import ServersLost
+from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.types import Batch
-from async_rl.base.weights import PushReport, WeightPublisher, open_publisher
+from async_rl.base.weights import PushReport, WeightPublisher, open_filler, open_publisher
 from async_rl.base.weights.publisher import Tolerance
 from learner.loop.updater import Updater
 from learner.models.policy import adapter_parcels, full_parameters
@@ -39,57 +42,86 @@ VERIFY_TOKENS = 32
 
 
 class Pusher:
-    """Pushes the policy's weights to the servers of one pool: `rollout` or `eval`. All ranks call `push`.
+    """Pushes the policy's weights to the servers of one pool: `rollout` or `eval`. All ranks call `push` and `fill`.
 
     Only rank 0 talks to servers, so only its reports have measurements.
+
+    Args:
+        filler: brings servers that have joined their first weights. None: they get the next push.
     """
 
-    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher) -> None:
+    def __init__(
+        self, config: Config, updater: Updater, publisher: WeightPublisher, filler: WeightPublisher | None = None
+    ) -> None:
         self._updater = updater
         self.publisher = publisher
+        self._filler = filler
         self._adapters: AdapterParcels | None = None
         if config.weight_sync.lora == "adapter":
             from learner.models.lora import AdapterParcels
 
             self._adapters = AdapterParcels(updater.policy.lm, updater.dtype)
         self.members = publisher.members
-        """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
+        """The servers to push to. The driver reports here, from other threads, which servers join and which are lost.
+        """
         self._verify_every = config.weight_sync.verify_every
         self._until_verified = 0
         """Number of pushes until a push is verified again; 0: the next one that has a batch."""
         self._is_first = True
         """Whether no push was verified yet."""
-        self._may_erase = not config.rollout.server_url
-        """Whether servers may be filled with NaN before a push. A server that the run did not start may have other
-        users.
+        self._may_erase = self._verify_every > 0 and not config.rollout.server_url
+        """Whether servers are filled with NaN before their first weights. A server that the run did not start may have
+        other users.
         """
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The names of the servers that get the next push. Ranks other than 0 know only the servers of the start."""
-        return self.members.names
+        """The names of the servers that get the push that runs now, or the next one. Only rank 0 knows them."""
+        return self.members.names + (self._filler.members.names if self._filler else ())
 
     def has_servers(self) -> bool:
-        """Apply deaths and returns of servers (rank 0). Returns False if no server is left."""
-        self.members.apply_reports()
+        """Apply the driver's reports of servers (rank 0). Returns False if there is no server."""
+        self.members.admit(self.members.take_joining())
         return bool(self.members)
+
+    def someone_waits(self) -> bool:
+        """Return on every rank whether servers have joined that need their first weights. Collective."""
+        waits = torch.tensor(self.members.someone_waits())
+        dist.broadcast(waits, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
+        return bool(waits)
 
     def release_server_memory(self) -> None:
         """Make every server, also restarted ones, give its GPU memory to the learner until the next push."""
+        self.members.admit(self.members.take_joining())
         self.publisher.release_server_memory()
 
-    def connect(self) -> list[ServersLost]:
-        """Connect to the servers, so that unreachable servers are known before the first step.
+    def fill(self, version: int) -> tuple[PushReport, list[ServersLost | ServersFilled]]:
+        """Push the policy as `version` to the servers that have joined since the last call. Collective.
 
-        Returns reports of the servers that died while the learner started; the driver restarts them.
+        The other servers are not disturbed, unless servers and learner take turns on their GPUs. A server that refuses
+        the weights, can't be reached or has other weights afterwards is lost.
 
-        Raises:
-            WeightSyncError, WaitTimeoutError: a live server refused, or did not join.
+        Returns:
+            The report of the push, and reports of the servers that have the weights and of those that are lost.
         """
+        joined = self.members.take_joining()
         lost: list[ServersLost] = []
-        while (report := self.publisher.connect()).has_failed:
-            lost += _losses(report)
-        return lost
+        if self._filler is None:
+            self.members.admit(joined)
+            report, lost = self.push(version)
+            filled = [member for member in joined if member in self.members.current]
+        else:
+            self._filler.members.replace(joined)
+            report, lost = self._push(self._filler, version, erases=self._may_erase, compares=self._verify_every > 0)
+            filled = [*self._filler.members.current]
+            if self._filler.rank == 0:
+                self._filler.transport.disconnect()
+            self._filler.members.replace(())
+            self.members.admit(filled)
+        if not filled:
+            return report, [*lost]
+        servers = tuple((member.name, member.start) for member in filled)
+        return report, [*lost, ServersFilled(servers=servers, version=version)]
 
     def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version` to all servers. Collective.
@@ -111,25 +143,38 @@ class Pusher:
         # before the push, after which servers in turns have the memory that a forward pass needs
         is_due = self._verify_every > 0 and self._until_verified == 0
         probe = self._probe(batch) if batch and is_due else None
+        erases = self._may_erase and is_due and self._is_first and self._filler is None
+        report, lost = self._push(self.publisher, version, erases=erases, compares=is_due)
+        self._until_verified = max(0, self._until_verified - 1)
+        num_unequal = report.num_unequal
+        if probe and (others := self._verify(*probe)):
+            lost.append(others)
+            num_unequal += len(others.servers)
+        return replace(report, num_unequal=num_unequal), lost
+
+    def _push(
+        self, publisher: WeightPublisher, version: int, *, erases: bool, compares: bool
+    ) -> tuple[PushReport, list[ServersLost]]:
+        """Push until an attempt succeeds, as `push` does. Collective.
+
+        Args:
+            erases, compares: as in WeightPublisher.push.
+        """
         lost: list[ServersLost] = []
         num_repeats = num_unequal = 0
-        erases = self._may_erase and is_due and self._is_first
         while True:
-            report = self.publisher.push(self._weights(), version, erases=erases, compares=is_due)
-            lost += _losses(report)
+            report = publisher.push(self._weights(), version, erases=erases, compares=compares)
+            if report.lost:
+                servers = tuple((member.name, member.start) for member in report.lost)
+                lost.append(ServersLost(servers=servers, cause=report.cause))
             num_unequal += report.num_unequal
             failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
-                break
+                return replace(report, num_repeats=num_repeats, num_unequal=num_unequal), lost
             if report.repeats:
                 num_repeats += 1
                 _log.warning("The push of version %d is repeated: %s", version, report.cause)
-        self._until_verified = max(0, self._until_verified - 1)
-        if probe and (others := self._verify(*probe)):
-            lost.append(others)
-            num_unequal += len(others.servers)
-        return replace(report, num_repeats=num_repeats, num_unequal=num_unequal), lost
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context: inside, pushes send the moving average of the weights. No effect without learner.ema_decay.
@@ -168,7 +213,7 @@ class Pusher:
                 is_verified.fill_(bool(found))
                 if causes := {name: cause for name, cause in found.items() if cause}:
                     members = self.members.remove(causes)
-                    servers = tuple((member.name, member.url) for member in members)
+                    servers = tuple((member.name, member.start) for member in members)
                     lost = ServersLost(servers=servers, cause="; ".join(causes.values()))
         dist.broadcast(is_verified, 0)
         if is_verified:
@@ -176,24 +221,13 @@ class Pusher:
         return lost
 
 
-def _losses(report: PushReport) -> list[ServersLost]:
-    if not report.lost:
-        return []
-    return [ServersLost(servers=tuple((member.name, member.url) for member in report.lost), cause=report.cause)]
-
-
-def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], rank: int) -> dict[str, Pusher]:
-    """Return a Pusher for each pool with servers: `rollout` and, with placement.eval.servers, `eval`.
-
-    Args:
-        engine_urls: the URLs of all servers, in the order of config.server_names.
-    """
-    count = config.placement.rollout.servers
-    urls = {"rollout": [*engine_urls[:count]], "eval": [*engine_urls[count:]]}
-    pushers = {
-        pool: Pusher(config, updater, open_publisher(config, of_pool, rank, updater.device, pool))
-        for pool, of_pool in urls.items() if of_pool
-    }  # fmt: skip
-    if "eval" in pushers:
-        pushers["eval"].publisher.loses_slow_servers = True  # training continues without them
+def open_pushers(config: Config, updater: Updater, rank: int) -> dict[str, Pusher]:
+    """Return a Pusher for each pool with servers: `rollout` and, with placement.eval.servers, `eval`."""
+    publisher = open_publisher(config, [], rank, updater.device)
+    filler = None if config.shares_gpus else open_filler(publisher)
+    pushers = {"rollout": Pusher(config, updater, publisher, filler)}
+    if config.placement.eval.servers:
+        for_eval = open_publisher(config, [], rank, updater.device)
+        for_eval.outlives_servers = True  # training continues without them
+        pushers["eval"] = Pusher(config, updater, for_eval)
     return pushers

@@ -47,10 +47,20 @@ class ServersLost:
     A dropped server gets no more weights, even if it is still alive.
     """
 
-    servers: tuple[tuple[str, str], ...]
-    """(name, URL) of each dropped server."""
+    servers: tuple[tuple[str, int], ...]
+    """(name, number of its start) of each dropped server."""
     cause: str = ""
     """The error that made the push fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServersFilled:
+    """Rollout servers that have joined serve the learner's weights now."""
+
+    servers: tuple[tuple[str, int], ...]
+    """(name, number of its start) of each server."""
+    version: int
+    """The policy version of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,5 +122,5 @@ class EvaluationDone(TimedReport):
     """One answer to each of the first questions, for the end of the run."""
 
 
-LearnerReport = StepDone | ServersLost | EvaluationDue | EvaluationSkipped | TrainingEnded
+LearnerReport = StepDone | ServersLost | ServersFilled | EvaluationDue | EvaluationSkipped | TrainingEnded
 Report = LearnerReport | WorkerReport

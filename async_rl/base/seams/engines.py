@@ -122,10 +122,6 @@ class TransportEntry:
     """Weights are sent through a network, so servers that can stage them need not pause meanwhile."""
     carries_parcels: bool = False
     """Only rank 0 sends, in the transport's `dtype`, so that parcels of a compact push can be sent like weights."""
-    connects_late: bool = False
-    """Processes connect only when the first weights are sent. So version 0 is pushed before the first question,
-    although servers have loaded it: a network that does not work is found at the start, and not in the first step's
-    pause."""
     writes_files: bool = False
     """The transport writes the weights to two model folders in the run directory."""
 
@@ -193,7 +189,7 @@ ENGINES: dict[str, EngineEntry] = {
 TRANSPORTS: dict[str, TransportEntry] = {
     "nccl": TransportEntry(
         open="async_rl.base.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True,
-        stages=True, carries_parcels=True, connects_late=True,
+        stages=True, carries_parcels=True,
     ),
     "gloo": TransportEntry(
         open="async_rl.base.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",), stages=True,

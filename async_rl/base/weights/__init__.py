@@ -18,6 +18,7 @@ until a push succeeds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.base.config import Config
@@ -29,11 +30,11 @@ from async_rl.base.weights.transport import Transport
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PushReport", "PushState", "Transport", "WeightPublisher", "open_publisher"]
+__all__ = ["PushReport", "PushState", "Transport", "WeightPublisher", "open_filler", "open_publisher"]
 
 
 def open_publisher(
-    config: Config, engine_urls: list[str], rank: int, device: torch.device, pool: str = "rollout"
+    config: Config, engine_urls: Sequence[str], rank: int, device: torch.device, pool: str = "rollout"
 ) -> WeightPublisher:
     """Return the publisher for weight_sync.transport, with which each learner rank pushes weights to servers.
 
@@ -43,8 +44,25 @@ def open_publisher(
     Args:
         engine_urls: URLs of the servers `pool`/0, `pool`/1, ...
     """
+    members = Members(config, {f"{pool}/{number}": url for number, url in enumerate(engine_urls)})
+    return WeightPublisher(_open_transport(config, members, rank, device))
+
+
+def open_filler(publisher: WeightPublisher) -> WeightPublisher:
+    """Return a publisher that brings servers their first weights, before `publisher` pushes to them.
+
+    It has a transport of its own. So a server that can't be reached delays no other server.
+    """
+    config, rank, device = publisher.config, publisher.rank, publisher.transport.device
+    transport = _open_transport(config, Members(config, purpose="fill"), rank, device)
+    filler = WeightPublisher(transport, later=publisher)
+    filler.outlives_servers = True
+    return filler
+
+
+def _open_transport(config: Config, members: Members, rank: int, device: torch.device) -> Transport:
     entry = config.weight_sync.transport_entry or TRANSPORTS[
         working_transports(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)[0]
     ]
-    members = Members(config, {f"{pool}/{number}": url for number, url in enumerate(engine_urls)})
-    return WeightPublisher(entry.load()(config, members, rank, device))
+    transport: Transport = entry.load()(config, members, rank, device)
+    return transport

@@ -64,7 +64,7 @@ class BroadcastTransport(BucketTransport):
     def connect(self) -> None:
         if self.group is not None and {*self._joined} == {*self.members.current}:
             return
-        self._leave()
+        self.disconnect()
         if not self.members:
             return
         # the schedulers of the others would wait for a silent one
@@ -134,7 +134,7 @@ class BroadcastTransport(BucketTransport):
             dist.destroy_process_group(self.group)
             self.group = None
 
-    def _leave(self) -> None:
+    def disconnect(self) -> None:
         """Destroy the group here, and make its members that are still current leave it."""
         self._abort()
         staying = [member.name for member in self._joined if member in self.members.current]
@@ -144,7 +144,7 @@ class BroadcastTransport(BucketTransport):
     def close(self) -> None:
         if not self.config.rollout.server_url:
             self._joined = ()  # these servers end with the run
-        self._leave()
+        self.disconnect()
 
 
 open_nccl = partial(BroadcastTransport, backend="nccl")

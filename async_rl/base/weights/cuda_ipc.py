@@ -54,7 +54,9 @@ class CudaIpcTransport(BucketTransport):
         self._rank_of = placement.ranks_of_servers
         """For each server, by name: the rank whose buckets it reads. Servers without an entry read rank 0's buckets."""
         ranks = placement.learner.ranks
-        self._signals = RankSignals(rank, ranks, members.limit) if any(self._rank_of.values()) else None
+        self._signals: RankSignals | None = None
+        if any(self._rank_of.values()):
+            self._signals = RankSignals(members.purpose, rank, ranks, members.limit)
         """The messages between the ranks that send; None if rank 0 alone sends."""
 
     def send(self, staged: Iterator[Bucket], version: int) -> int:
@@ -164,13 +166,14 @@ class RankSignals:
     """The barriers between ranks in a push in which each rank sends weights to the servers on its own GPU.
 
     Args:
+        purpose: the purpose of the members. Two transports with different purposes do not hear each other.
         ranks: the number of learner ranks. All take part in every push.
         call_limit: the time limit of one call to a server.
     """
 
-    def __init__(self, rank: int, ranks: int, call_limit: Limit) -> None:
+    def __init__(self, purpose: str, rank: int, ranks: int, call_limit: Limit) -> None:
         self._rank, self._others = rank, [other for other in range(ranks) if other != rank]
-        self._words = RankWords("weight-push", rank)
+        self._words = RankWords(f"weight-{purpose}", rank)
         self._call_limit = call_limit
         self._push = 0
         """The number of this push. It is part of every key, so that messages of other pushes are not read."""

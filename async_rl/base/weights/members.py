@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -34,109 +33,78 @@ class Member(NamedTuple):
     name: str
     url: str
     start: int
-    """How often a server with this name was added before; 0 for the first servers of the run."""
+    """The number of this start of the server in the run, from 1."""
 
 
 class Members:
-    """The members that get the next push.
+    """The servers that get the next push, and those that have joined since.
 
-    The driver reports new and dead servers from other threads. The learner applies the reports between two pushes, on
-    rank 0. The other ranks know the servers of the start, and get the current ones from rank 0 in pushes that need
-    them.
+    The driver reports new and lost servers from other threads. The learner applies the reports between two pushes, on
+    rank 0. Other ranks get the members from rank 0 in the pushes that need them.
 
     Args:
-        urls: URLs of the first servers, by name.
+        urls: URLs of the first servers, by name. Each is in its first start.
+        purpose: why weights are pushed to these members. Ranks use it to tell the pushes of two transports apart.
     """
 
-    def __init__(self, config: Config, urls: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, urls: Mapping[str, str] | None = None, purpose: str = "push") -> None:
+        self.purpose = purpose
         self.limit = config.timeouts.limit("push_s")
         """How long one call to a server may take. Rank 0 may change it between two pushes."""
         self._config = config
         self._lock = threading.Lock()
-        self._current = {name: Member(name, url, 0) for name, url in urls.items()}
-        self._reported: dict[str, Member | None] = {}
-        """The driver's reports that are not applied yet, by server: the member that joins, or None if it left."""
-        self._starts = Counter[str]()
-        self._waiting: dict[Member, Future[None]] = {}
-        """Members that have joined and wait for their first push."""
+        self._current = {name: Member(name, url, 1) for name, url in (urls or {}).items()}
+        self._joining: dict[str, Member] = {}
+        """The servers that have joined and do not get pushes yet, by name."""
+        self._left: set[tuple[str, int]] = set()
+        """(name, start) of each lost server that may still be a member."""
         self._admins: dict[Member, ServerAdmin] = {}
 
-    def add(self, name: str, url: str) -> Future[None]:
-        """Add the new server `name` to the next push, and return a future that is done when the server uses the
-        weights.
-
-        The driver calls it.
-        """
+    def join(self, name: str, url: str, start: int) -> None:
+        """Report a new server. The driver calls it."""
         with self._lock:
-            self._fail(name)
-            self._starts[name] += 1
-            member = self._reported[name] = Member(name, url, self._starts[name])
-            served = self._waiting[member] = Future()
-        return served
+            self._joining[name] = Member(name, url, start)
 
-    def join(self, name: str, url: str, limit: Limit, added: Callable[[str], object] = lambda name: None) -> None:
-        """Add the new server `name`, call `added` with its name, and wait until it serves the current version.
-
-        Raises:
-            WeightSyncError: the server died before that.
-            WaitTimeoutError: no push reached it within `limit`.
-        """
-        try:
-            served = self.add(name, url)
-            added(name)
-            served.result(limit.seconds)
-        except TimeoutError:
-            raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights") from None
-
-    def leave(self, name: str) -> None:
-        """Report that the server `name` died: it gets no further push. If `join` waits for it, that fails."""
+    def leave(self, name: str, start: int) -> None:
+        """Report that a server is lost or leaves: it gets no further push. The driver calls it."""
         with self._lock:
-            self._fail(name)
-            self._reported[name] = None
+            self._left.add((name, start))
+            if name in self._joining and self._joining[name].start == start:
+                del self._joining[name]
 
     def someone_waits(self) -> bool:
-        """Return whether a new server waits for its first push, so that an extra push is needed."""
-        return bool(self._waiting)
+        """Return whether a new server waits for its first weights."""
+        return bool(self._joining)
+
+    def take_joining(self) -> tuple[Member, ...]:
+        """Return the servers that have joined since the last call. The caller pushes weights to them."""
+        with self._lock:
+            joining, self._joining = tuple(self._joining.values()), {}
+        return joining
+
+    def admit(self, members: Iterable[Member]) -> None:
+        """Make `members` get the next push, unless they have left. Call it only between two pushes."""
+        self._current |= {member.name: member for member in members}
+        self.apply_reports()
 
     def apply_reports(self) -> None:
-        """Apply the driver's reports of new and dead servers. Call it only between two pushes."""
+        """Remove the members that the driver has reported as lost. Call it only between two pushes."""
         with self._lock:
-            for name in sorted(self._reported):
-                self._current.pop(name, None)
-                if member := self._reported[name]:
-                    self._current[name] = member
-            self._reported.clear()
-            self._forget_gone()
+            kept = [each for each in self._current.values() if (each.name, each.start) not in self._left]
+            self._left.clear()
+        self.replace(kept)
 
     def replace(self, members: Iterable[Member]) -> None:
-        """On other ranks than 0: set the current members."""
+        """Set the current members."""
         self._current = {member.name: member for member in members}
-        self._forget_gone()
-
-    def remove(self, names: Iterable[str]) -> tuple[Member, ...]:
-        """Remove members that a push has lost, and return them. If `join` waits for one, that fails."""
-        with self._lock:
-            lost = tuple(self._current.pop(name) for name in names)
-            for member in lost:
-                self._fail(member.name, member)
-            self._forget_gone()
-        return lost
-
-    def note_served(self) -> None:
-        """End the wait in `join` for each current member, because it serves the pushed weights."""
-        with self._lock:
-            for member in [member for member in self._current.values() if member in self._waiting]:
-                self._waiting.pop(member).set_result(None)
-
-    def _fail(self, name: str, only: Member | None = None) -> None:
-        """Fail the wait for `only`, or for every member called `name`. The caller must hold the lock."""
-        for member in [each for each in self._waiting if each.name == name and only in (None, each)]:
-            error = WeightSyncError(f"{name} died before it had the learner's current weights")
-            self._waiting.pop(member).set_exception(error)
-
-    def _forget_gone(self) -> None:
         current = set(self._current.values())
         self._admins = {member: admin for member, admin in self._admins.items() if member in current}
+
+    def remove(self, names: Iterable[str]) -> tuple[Member, ...]:
+        """Remove members that a push has lost, and return them."""
+        lost = tuple(self._current[name] for name in names)
+        self.replace(member for member in self.current if member not in lost)
+        return lost
 
     def __bool__(self) -> bool:
         return bool(self._current)

@@ -263,7 +263,7 @@ class ChangedWeights:
         self._pushed: dict[str, Tensor] = {}
         self._version: int | None = None
         self._holders: frozenset[Hashable] = frozenset()
-        """The members whose weights are exactly `_pushed`; empty during a push and after a failed one."""
+        """The members whose weights are exactly `_pushed`; empty during a push of a new version, and if it failed."""
         self.is_sparse = False
         """Whether the last push was of changes, not of whole weights."""
         self.changed_share = 1.0
@@ -275,10 +275,14 @@ class ChangedWeights:
         """Yield (name, parcel) of each weight for a push of `version` to `members`.
 
         All members get the same bytes. So all weights are sent whole if one member does not have the last push, because
-        it has joined since or a push has failed.
+        a push has failed. They are also sent whole if `version` is the version of the last push, so that servers that
+        have joined since get it.
         """
-        base = self._version if members and self._holders.issuperset(members) else None
-        self.is_sparse, self._holders = base is not None, frozenset()
+        is_same = version == self._version
+        base = self._version if members and self._holders.issuperset(members) and not is_same else None
+        self.is_sparse = base is not None
+        if not is_same:
+            self._holders = frozenset()
         changed = total = 0
         for name, tensor in named_tensors:
             weight = tensor.detach().to("cpu", self._dtype).contiguous()
@@ -298,4 +302,4 @@ class ChangedWeights:
 
     def delivered(self, members: Iterable[Hashable]) -> None:
         """Record that the last push has reached all `members`."""
-        self._holders = frozenset(members)
+        self._holders |= frozenset(members)

@@ -112,9 +112,14 @@ class Tolerance:
 
 
 class WeightPublisher:
-    """One learner rank's part of all pushes to a pool. Every rank calls `push`; only rank 0 has states."""
+    """One learner rank's part of all pushes to a pool. Every rank calls `push`; only rank 0 has states.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        later: the publisher that pushes to the same servers after this one. Both know the same facts about servers, and
+            weights that this one has pushed are the base of the other's sparse pushes.
+    """
+
+    def __init__(self, transport: Transport, later: WeightPublisher | None = None) -> None:
         config, rank, device = transport.config, transport.rank, transport.device
         self.config = config
         self.rank = rank
@@ -122,12 +127,15 @@ class WeightPublisher:
         self.members = transport.members
         """The servers that get the next push. The driver reports here, from other threads, who joins and leaves."""
         self.state = PushState.SERVING
-        self.loses_slow_servers = False
-        """What happens if a call takes longer than `members.limit`, or servers are silent before more than SILENCES
-        pushes in a row. True: those servers are lost, or all if nobody knows which. False: it is an error."""
+        self.outlives_servers = False
+        """What happens if servers refuse, a call takes longer than `members.limit`, or servers are silent before more
+        than SILENCES pushes in a row. True: those servers are lost, or all if nobody knows which. False: it is an
+        error."""
         self.lost_within_s = LOST_WITHIN_S
         self._changes: ChangedWeights | None = None
-        if config.weight_sync.delta:
+        if later:
+            self._changes = later._changes
+        elif config.weight_sync.delta:
             from async_rl.base.weights.parcels import ChangedWeights
 
             self._changes = ChangedWeights(serving_dtype(config, device.type))
@@ -136,30 +144,14 @@ class WeightPublisher:
             from async_rl.base.weights.cuda_ipc import FreedMemory
 
             self._memory = FreedMemory(config, rank, device)
-        self._compared: set[Member] = set()
+        self._compared: set[Member] = later._compared if later else set()
         """The members whose weights were compared since they joined."""
-        self._comparable: dict[str, bool] = {}
+        self._comparable: dict[str, bool] = later._comparable if later else {}
         """For each server: whether the sums of its weights equalled the learner's at the first comparison. If not, the
         server stores other weights than the model folder has, such as packed ones, and is not compared again."""
         self._silences = 0
         self._has_repeated = False
         """Whether the push was repeated already because it broke while every server answered."""
-
-    def connect(self) -> PushReport:
-        """Connect to the servers before the first push. Servers that died are removed, and reported as `push` does.
-
-        It does nothing on other ranks than 0.
-        """
-        if self.rank > 0:
-            return PushReport()
-        self.members.apply_reports()
-        self.state = PushState.GATHERING
-        try:
-            self.transport.connect()
-        except (WeightSyncError, WaitTimeoutError) as error:
-            return self._recover(error)
-        self._succeed()
-        return PushReport()
 
     def push(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False, compares: bool = False
@@ -180,8 +172,8 @@ class WeightPublisher:
         Raises:
             WeightSyncError: a live server refused the weights twice, or did not load some. It stays paused and must
                 not be used.
-            WaitTimeoutError: a call took longer than `members.limit` although every server is alive, and not
-                `loses_slow_servers`.
+            WaitTimeoutError: a call took longer than `members.limit` although every server is alive.
+            With `outlives_servers` neither is raised.
         """
         tensors = iter(named_tensors)
         if self._memory:
@@ -240,7 +232,6 @@ class WeightPublisher:
         except (WeightSyncError, WaitTimeoutError) as error:
             return self._recover(error)
         self._succeed()
-        self.members.note_served()
         if self._changes is not None:
             self._changes.delivered(self.members.current)
         return PushReport(
@@ -253,7 +244,6 @@ class WeightPublisher:
     def _to_compare(self, compares: bool) -> list[Member]:
         """Return the members whose weights this push compares: all, or only those not compared before."""
         sync, current = self.config.weight_sync, self.members.current
-        self._compared &= set(current)
         # Adapters are no weights that a server keeps, and a server that the run did not start may know no sums.
         if not sync.verify_every or sync.lora == "adapter" or self.config.rollout.server_url:
             return []
@@ -318,13 +308,14 @@ class WeightPublisher:
         self.state = PushState.LOST
         lost = wait_for_silent(self.members.probes(), self.lost_within_s)
         repeats = not lost and self._may_repeat(error)
-        if not (lost or repeats) and self.loses_slow_servers:
+        if not (lost or repeats) and self.outlives_servers:
+            lost = self.members.names
             if isinstance(error, ServersSilentError):
                 lost = error.names
             elif isinstance(error, WaitTimeoutError):
                 # while weights are sent, servers wait for each other: who is late may not be who hangs
                 late = () if was_sending else tuple(sorted({*self.members.names} & {*error.names}))
-                lost = self._give_up(was_sending) or late or self.members.names
+                lost = self._give_up(was_sending) or late or lost
         if not (lost or repeats):
             raise error
         dead = self.members.remove(lost)

@@ -80,6 +80,9 @@ class Transport(ABC):
         """
         return ()
 
+    def disconnect(self) -> None:  # noqa: B027 - most transports keep no connection
+        """On rank 0: disconnect from the members of the last push, which still answer."""
+
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
         """Release the transport's resources here and at the servers, such as process groups or folders."""
 

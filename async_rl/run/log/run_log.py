@@ -226,10 +226,10 @@ class RunLog:
         """Print that a server is back, and add its downtime to the timeline.
 
         Args:
-            version: the version of its weights; None: it is an evaluation server, which gets the next version.
+            version: the version of its weights; None: it has no weights of the learner yet, or never gets any.
         """
-        weights = f"with the weights of version {version}" if version is not None else "for the next evaluation"
-        self.logger.note(f"{process} is back, {weights}")
+        weights = f", with the weights of version {version}" if version is not None else ""
+        self.logger.note(f"{process} is back{weights}")
         back_s = time.monotonic()
         self.timeline.add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
 

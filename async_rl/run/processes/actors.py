@@ -37,6 +37,7 @@ from async_rl.run.before_start.gpus import checked_gpu_bytes, plan_memory
 from buffer.keys import drop_client_keys, take_client_keys
 
 if TYPE_CHECKING:
+    from learner.memory.memory_plan import MemoryPlan
     from rollout_server.engines.base import Engine
     from rollout_server.worker.scored_player import ScoredPlayer
     from rollout_server.worker.worker import EvalWorker
@@ -294,9 +295,9 @@ def server_class(name: str) -> type[RolloutActor]:
 def learner_threads(config: Config) -> dict[str, int]:
     """Return the number of threads for each Ray concurrency group of LearnerActor, by the group's name.
 
-    The group `join` has a thread for each rollout server, because all of them may wait there simultaneously.
+    The group `turn` has a thread for each rollout server, because all of them may wait there simultaneously.
     """
-    return {"control": 8, "join": config.placement.rollout.servers}
+    return {"control": 8, "turn": config.placement.rollout.servers}
 
 
 class LearnerActor:
@@ -336,28 +337,33 @@ class LearnerActor:
     def gpu_bytes(self) -> int:
         return checked_gpu_bytes()
 
-    def check_memory(self, rank_bytes: int, server_bytes: int, gpus_there: float) -> list[str]:
-        """Check the memory of the learner ranks and servers, and return warnings; see MemoryPlan.check.
+    def check_memory(self, num_bytes: int, gpus_there: float) -> list[str]:
+        """Check the memory of the learner ranks, and return warnings; see MemoryPlan.check_ranks.
 
         Args:
-            rank_bytes: the memory of the smallest GPU with a learner rank.
-            server_bytes: the memory of the smallest GPU with a server; 0: not known, and servers are not checked.
+            num_bytes: the memory of the smallest GPU with a learner rank.
             gpus_there: number of GPUs of all hosts together.
 
         Raises:
-            ConfigError: a GPU has too little memory.
+            ConfigError: the GPU has too little memory.
         """
+        return self._memory_plan(num_bytes, gpus_there).check_ranks()
+
+    @ray.method(concurrency_group="control")
+    def check_server_memory(self, num_bytes: int, gpus_there: float) -> None:
+        """Check the memory of a server. `num_bytes` is the memory of its GPU.
+
+        Raises:
+            ConfigError: the GPU has too little memory.
+        """
+        self._memory_plan(num_bytes, gpus_there).check_servers()
+
+    def _memory_plan(self, num_bytes: int, gpus_there: float) -> MemoryPlan:
         # the share of all servers of a GPU, which decide_placement has divided
         share = {"rollout.gpu_memory_utilization": self._origin.config.rollout.gpu_memory_utilization}
-        config = located(resolve(self._config, share), LEARNER_MODELS)
-        plan = plan_memory(config, gpus_there, rank_bytes)
-        if server_bytes:
-            same = server_bytes == rank_bytes
-            of_servers = plan if same else plan_memory(config, gpus_there, server_bytes)
-            of_servers.check_servers()
-        return plan.check_ranks()
+        return plan_memory(located(resolve(self._config, share), LEARNER_MODELS), gpus_there, num_bytes)
 
-    def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
+    def start(self, master: tuple[str, int], buffer_address: str) -> None:
         import torch
 
         from learner.loop.learner import Learner
@@ -365,8 +371,7 @@ class LearnerActor:
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(
-            located(self._config, LEARNER_MODELS), self._rank, ranks, *master, buffer_address, engine_urls,
-            listener=self._listener,
+            located(self._config, LEARNER_MODELS), self._rank, ranks, *master, buffer_address, listener=self._listener
         )
 
     def run(self) -> Iterator[LearnerReport]:
@@ -401,43 +406,29 @@ class LearnerActor:
         """End the pause. Does not wait. Called on rank 0 only."""
         self._learner.requests.go_on()
 
-    @ray.method(concurrency_group="join")
-    def join_server(self, name: str, url: str) -> int:
-        """Wait until the learner has pushed its weights to a restarted server, and return their version.
-
-        If servers and learner share GPUs, the learner's steps continue during the wait. Each step makes the server
-        release its memory.
-
-        Args:
-            url: the new URL of server `name`.
-
-        Raises:
-            WaitTimeoutError: there was no push within timeouts.batch_s.
-            WeightSyncError: the server died, or the push to it failed.
-        """
-        limit, added = self._config.timeouts.limit("batch_s"), self._learner.shared_gpus.end_start
-        self._learner.servers["rollout"].join(name, url, limit, added)
-        return self._learner.version
-
     @ray.method(concurrency_group="control")
-    def add_eval_server(self, name: str, url: str) -> None:
-        """Add a restarted evaluation server. It gets the version that is evaluated next.
+    def add_server(self, name: str, url: str, start: int) -> None:
+        """Add a server that has started. A rollout server gets the learner's weights as soon as the learner can push.
+
+        The learner reports it by ServersFilled. An evaluation server gets the version that is evaluated next. If
+        servers and learner share GPUs, the learner's steps continue. Each step makes the server release its memory.
 
         Args:
-            url: the new URL of server `name`.
+            start: the number of this start of the server in the run.
         """
-        self._learner.servers["eval"].add(name, url)
+        self._learner.servers[name.partition("/")[0]].join(name, url, start)
+        self._learner.shared_gpus.end_start(name)
 
     @ray.method(concurrency_group="control")
     def evaluated(self) -> None:
         """Tell the learner that the evaluation has ended. A push that waits for it continues."""
         self._learner.evaluations.schedule.ended()
 
-    @ray.method(concurrency_group="join")
+    @ray.method(concurrency_group="turn")
     def begin_start(self, name: str) -> None:
         """Wait until lost server `name` may start again on a GPU that it shares with the learner.
 
-        The learner takes no further step until `end_start` or `join_server`.
+        The learner takes no further step until `end_start` or `add_server`.
 
         Raises:
             WaitTimeoutError: the learner's step did not end within timeouts.batch_s.
@@ -449,8 +440,9 @@ class LearnerActor:
         self._learner.shared_gpus.end_start(name)
 
     @ray.method(concurrency_group="control")
-    def leave_server(self, name: str) -> None:
-        self._learner.servers[name.partition("/")[0]].leave(name)
+    def leave_server(self, name: str, start: int) -> None:
+        """Remove a server that is lost. `start` is the number of its start in the run."""
+        self._learner.servers[name.partition("/")[0]].leave(name, start)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:

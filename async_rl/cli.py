@@ -236,6 +236,15 @@ def _add_commands(commands: Any) -> None:
     status = add("status", _status, "show what each process of a run is doing, or did last", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of the run")
 
+    about = "list the rollout servers of a run, or let one join or leave"
+    servers = add("servers", _servers, about, "runs/my-run remove rollout/1")
+    servers.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    about = "list (default); add URL: a running server joins (rollout.server_urls); remove NAME: a server finishes its "
+    about += "groups and leaves; max N: the run takes up to N servers, or lets servers leave"
+    servers.add_argument("action", nargs="?", choices=("list", "add", "remove", "max"), default="list", help=about)
+    servers.add_argument("value", nargs="?", default="", metavar="URL|NAME|N")
+    servers.add_argument("--now", action="store_true", help="remove: do not wait for groups in flight")
+
     view = add("view", _view, "show a run or a list of runs in the browser, live", "runs/quickstart")
     view.add_argument("folder", type=Path, metavar="FOLDER", help="a run's folder, or a folder of runs")
     view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
@@ -475,6 +484,18 @@ def _answer(args: argparse.Namespace) -> int:
 
     answer_pause(args.run_dir, args.answer)
     print(f"{args.run_dir} has the answer, and acts on it within seconds")
+    return 0
+
+
+def _servers(args: argparse.Namespace) -> int:
+    from async_rl.base.telemetry.status import format_servers
+
+    print(format_servers(args.run_dir), end="")
+    if args.action != "list":
+        from async_rl.base.run_dir.server_requests import request_of, request_servers
+
+        request_servers(args.run_dir, request_of(args.run_dir, args.action, args.value, args.now))
+        print(f"{args.run_dir} has the request, and acts on it within seconds")
     return 0
 
 

@@ -195,11 +195,11 @@ def train_once(
         reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
         paths = {} if runs_here(config) else absolute_paths(config)
-        decided = {**decided, **keys, **decide_placement(config, reservation), **paths}
+        decided = {**decided, **keys, **decide_placement(config, reservation.parts), **paths}
         origin = Origin(os.getcwd(), loaded, decided, client_keys_to_send(config, keys))
         processes = ActorGroup(run_dir, reservation, signals, origin)
-        shares_gpu = servers_per_gpu(reservation.bundles) > 1  # servers start one after the other then
-        supervisor = Supervisor(config, processes, log, gpus=reservation.gpus, one_by_one=shares_gpu)
+        shares_gpu = servers_per_gpu(reservation.parts) > 1  # servers start one after the other then
+        supervisor = Supervisor(config, processes, log, one_by_one=shares_gpu)
         try:
             buffer_address, master = start_processes(config, processes, log, reservation)
             revive = partial(revive_buffer, config, processes, log, buffer_address)
@@ -243,7 +243,10 @@ def start_processes(
 
     limit, placement, engines = config.timeouts.limit("startup_s"), config.placement, ", ".join(config.engine_entries)
     ranks, apart = placement.learner.ranks, placement.eval.servers
-    servers = f"{placement.rollout.servers} rollout server(s) ({engines})"
+    count = f"{placement.rollout.fewest} to {placement.rollout.most}" if placement.rollout.is_elastic else (
+        str(placement.rollout.most)
+    )
+    servers = f"{count} rollout server(s) ({engines})"
     servers += f", {apart} evaluation server(s)" if apart else ""
     servers += f", {placement.judge.servers} judge server(s)" if placement.judge.servers else ""
     how_far = f"`async-rl status {config.run_dir}` tells how far"
@@ -265,22 +268,23 @@ def start_processes(
 
 
 async def start_learner(
-    config: Config, processes: ActorGroup, log: RunLog, master: tuple[str, int], buffer_address: str
+    config: Config, processes: ActorGroup, log: RunLog, master: tuple[str, int], buffer_address: str, server: str
 ) -> None:
     """Start the learner on all ranks, and have a rollout server evaluate the untrained model.
 
-    Evaluation servers evaluate it during training instead. The supervisor calls this once every server has started.
+    Evaluation servers evaluate it during training instead. The supervisor calls this once enough servers have started.
 
     Args:
         master: the address at which the ranks meet.
+        server: the name of a rollout server that has started.
     """
     limit = config.timeouts.limit("startup_s")
     names = [name for name in processes.actors if name.startswith("learner")]
     calls: dict[str, Any] = {name: processes.actors[name].start.remote(master, buffer_address) for name in names}
     await asyncio.gather(*(processes.call(name, call, limit, "the start") for name, call in calls.items()))
     if config.eval.num_prompts and not config.run.resume and not config.placement.eval.servers:
-        call, limit = _evaluation(processes, "rollout/0", version=0), config.timeouts.limit("batch_s")
-        log.add_eval(await processes.call("rollout/0", call, limit, "the evaluation of version 0"))
+        call, limit = _evaluation(processes, server, version=0), config.timeouts.limit("batch_s")
+        log.add_eval(await processes.call(server, call, limit, "the evaluation of version 0"))
     log.logger.note("all processes are up")
 
 

@@ -126,7 +126,6 @@ def measure(
     It has sizes, rates and ratios by name, from the medians over the rounds.
     """
     publisher = open_publisher(config, [url], 0, device)
-    publisher.connect()
     pushes, plain_s = [], []
     for version in range(1, rounds + 2):
         plain_s.append(plain())

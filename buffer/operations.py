@@ -74,8 +74,8 @@ class Outgoing:
 class Operations:
     """Applies requests to the store of one run. Call `handle` with each message, then `replies` for what to send.
 
-    Workers get slots only after the learner has called `served(0)` and every rollout worker has asked for slots once.
-    Otherwise the first worker would get all slots.
+    Workers get slots only after the learner has called `served(0)`, and as many workers have asked for slots once as the
+    run begins with. Otherwise the first worker would get all slots.
 
     Args:
         record_group: called with every group that is stored; None: there is no journal.
@@ -88,7 +88,8 @@ class Operations:
         self.limits = Limits.from_config(config)
         self.refused = 0
         self.restarts = 0
-        self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
+        self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.most)]
+        self._fewest_workers = config.placement.rollout.fewest
         self._drop_equal = config.drops_zero_variance
         self._record_group = record_group
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -96,6 +97,8 @@ class Operations:
         self._seen_workers: set[str] = set()
         self._incarnations: dict[str, int] = {}
         """The newest known incarnation of each worker. Empty after a restart of the buffer."""
+        self._retired: dict[str, int] = {}
+        """The incarnation of each worker that leaves. Empty after a restart of the buffer: the driver retires again."""
         self._parked: dict[tuple[str, str], Parked] = {}
         """Parked requests by (operation, worker). The key of the learner's request is (LEARNER, "")."""
         self._waits = {"buffer/waited_s": LearnerWaits(), LATE: LearnerWaits()}
@@ -178,15 +181,26 @@ class Operations:
             self._parked.pop((op, worker), None)
         return self.store.abandon(worker)
 
+    def retire(self, worker: str, incarnation: int) -> int:
+        """Grant no more slots to a worker that leaves, and return the number of its running groups.
+
+        Its running groups may still arrive. A later start of the worker gets slots.
+
+        Args:
+            incarnation: the number of the start that leaves.
+        """
+        self._retired[worker] = incarnation
+        return self.store.running_by_worker().get(worker, 0)
+
     def counters(self) -> dict[str, float]:
         more = {"buffer/refused": float(self.refused), "buffer/restarts": float(self.restarts)}
         return {**self.store.state.counters(), **more}
 
     def describe(self, now_s: float) -> str:
         """Return what the next batch waits for, as text for messages."""
-        missing = len(self._workers) - len(self._seen_workers)
+        missing = self._fewest_workers - len(self._seen_workers)
         if missing > 0:
-            return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
+            return f"{missing} of {self._fewest_workers} rollout workers have not asked for prompts yet"
         return self.store.describe(now_s)
 
     def _apply(self, identity: bytes, request: Request) -> dict[str, Any] | None:
@@ -312,8 +326,11 @@ class Operations:
 
     def _shares(self) -> Mapping[str, int]:
         """Return the number of slots that each worker with a parked `admit` gets now; {} if no slot can be granted."""
-        asked = {worker: parked.max_groups for (op, worker), parked in self._parked.items() if op == "admit"}
-        if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
+        asked = {
+            worker: parked.max_groups for (op, worker), parked in self._parked.items()
+            if op == "admit" and self._incarnations[worker] > self._retired.get(worker, 0)
+        }
+        if asked and len(self._seen_workers) >= self._fewest_workers and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())
         return {}
 

@@ -108,6 +108,11 @@ class BufferServer:
         with self._lock:
             return self._operations.abandon(worker, incarnation)
 
+    def retire(self, worker: str, incarnation: int) -> int:
+        """Give a worker no more slots, and return the number of its running groups; see Operations.retire."""
+        with self._lock:
+            return self._operations.retire(worker, incarnation)
+
     def close(self) -> dict[str, float]:
         """Close the buffer, and return its final counters. Set the `stop` of `serve` before.
 

@@ -27,7 +27,7 @@ class NoBatch:
 
     `servers wait`: rollout servers have joined and wait for weights; the learner asks again when they have them.
     `checkpoint wanted`: the user's training program wants a checkpoint; the learner asks again after it.
-    `paused`: the watcher has paused the run; the learner asks again every few seconds.
+    `paused`: the watcher has paused the run, or too few servers serve; the learner asks again every few seconds.
     `stopped`: the user has stopped the run.
     `ended`: the user's training program has ended the run early, as if it were complete.
     `nothing to learn`: the buffer will hand out no further batch.

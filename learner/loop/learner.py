@@ -33,7 +33,7 @@ from learner.loop.updater import Updater
 from learner.models.policy import due_folders, save_policy
 
 PAUSE = "pause"
-"""The name of the span of a learner that the watcher has paused."""
+"""The name of the span of a learner that is paused."""
 _WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
 STEP_TIMES = {
     "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "fill": "time/sync_s",
@@ -225,6 +225,7 @@ class Learner:
             return []
         filled = self._fill() if self._weights.someone_waits() else []
         self._release()
+        filled += self._weights.take_filled(self.version)
         return [*filled, *self.evaluations.make_due(self.version, batch)]
 
     def _fill(self) -> list[ServersLost | ServersFilled]:
@@ -321,7 +322,7 @@ class Learner:
         """Return what this rank does now, whom it waits for, and since when. May be called from any thread."""
         evaluating = self.evaluations.weights
         pushed_to = {"push": self._weights.servers, "eval push": evaluating.servers if evaluating else ()}
-        return rank_status(self.rank, self._timeline.now(), self.config.timeouts, pushed_to)
+        return rank_status(self.rank, self._timeline.now(), self.config.timeouts, pushed_to, self.requests.waits_on)
 
     def _checkpoint(self) -> list[Metric]:
         """Start a checkpoint of learner and buffer, and return its metrics once the learner's state is copied."""
@@ -347,7 +348,7 @@ class Learner:
             self._push_metrics += self._checkpoint()
 
     def _wait_paused(self) -> None:
-        """Wait for the end of the watcher's pause, at most a few seconds."""
+        """Wait for the end of a pause, at most a few seconds."""
         with self._timeline.span("other", PAUSE):
             if self.rank == 0:
                 self.requests.wait_paused()
@@ -400,13 +401,15 @@ def step_times(spans: Sequence[Span]) -> list[Metric]:
 
 
 def rank_status(
-    rank: int, now: tuple[str, str, float], timeouts: TimeoutsConfig, pushed_to: Mapping[str, Sequence[str]]
+    rank: int, now: tuple[str, str, float], timeouts: TimeoutsConfig, pushed_to: Mapping[str, Sequence[str]],
+    pause_waits_on: str = "",
 ) -> Status:
     """Return the status of a learner rank: what it does, whom it waits for, and how long it may.
 
     Args:
         now: (state, name of the span, start by time.monotonic()) of the rank's timeline.
         pushed_to: [name of a push's span] the servers that get the weights.
+        pause_waits_on: what a pause of the learner waits on.
     """
     state, name, since_s = now
     others = "buffer" if rank == 0 else "learner/0"
@@ -422,5 +425,5 @@ def rank_status(
             limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
             return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
     if name == PAUSE:
-        return Status(doing="is paused by the watcher", waits_on="a person: async-rl answer", since_s=since_s)
+        return Status(doing="is paused", waits_on=pause_waits_on or "learner/0", since_s=since_s)
     return Status(doing=_WORDS.get(state, state), since_s=since_s)

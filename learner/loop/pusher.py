@@ -12,7 +12,7 @@ driver restarts that server.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from async_rl.base.config import Config
 from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.types import Batch
 from async_rl.base.weights import PushReport, WeightPublisher, open_filler, open_publisher
+from async_rl.base.weights.members import Member
 from async_rl.base.weights.publisher import Tolerance
 from learner.loop.updater import Updater
 from learner.models.policy import adapter_parcels, full_parameters
@@ -69,6 +70,8 @@ class Pusher:
         """Number of pushes until a push is verified again; 0: the next one that has a batch."""
         self._is_first = True
         """Whether no push was verified yet."""
+        self._first_filled: list[Member] = []
+        """The servers that have got their first weights, or get them with the next push, and are not reported yet."""
         self._may_erase = self._verify_every > 0 and not config.rollout.server_url
         """Whether servers are filled with NaN before their first weights. A server that the run did not start may have
         other users.
@@ -92,7 +95,7 @@ class Pusher:
 
     def release_server_memory(self) -> None:
         """Make every server, also restarted ones, give its GPU memory to the learner until the next push."""
-        self.members.admit(self.members.take_joining())
+        self._admit(self.members.take_joining())
         self.publisher.release_server_memory()
 
     def fill(self, version: int) -> tuple[PushReport, list[ServersLost | ServersFilled]]:
@@ -105,23 +108,32 @@ class Pusher:
             The report of the push, and reports of the servers that have the weights and of those that are lost.
         """
         joined = self.members.take_joining()
-        lost: list[ServersLost] = []
         if self._filler is None:
-            self.members.admit(joined)
+            self._admit(joined)
             report, lost = self.push(version)
-            filled = [member for member in joined if member in self.members.current]
         else:
             self._filler.members.replace(joined)
             report, lost = self._push(self._filler, version, erases=self._may_erase, compares=self._verify_every > 0)
-            filled = [*self._filler.members.current]
+            filled = self._filler.members.current
             if self._filler.rank == 0:
                 self._filler.transport.disconnect()
             self._filler.members.replace(())
-            self.members.admit(filled)
-        if not filled:
-            return report, [*lost]
+            self._admit(filled)
+        return report, [*lost, *self.take_filled(version)]
+
+    def take_filled(self, version: int) -> list[ServersFilled]:
+        """Return a report of the servers that have got their first weights, `version`, since the last call; or [].
+
+        Call it after a push. Servers that have released their memory before a step get the push of that step.
+        """
+        filled = [member for member in self._first_filled if member in self.members.current]
+        self._first_filled.clear()
         servers = tuple((member.name, member.start) for member in filled)
-        return report, [*lost, ServersFilled(servers=servers, version=version)]
+        return [ServersFilled(servers=servers, version=version)] if servers else []
+
+    def _admit(self, members: Sequence[Member]) -> None:
+        self.members.admit(members)
+        self._first_filled += members
 
     def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version` to all servers. Collective.

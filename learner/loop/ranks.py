@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from async_rl.base.config import Config, Limit, TimeoutsConfig
 from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.network import open_store, use_interface
+from async_rl.base.telemetry.status import A_PERSON
 from learner.loop.batches import NoBatch
 
 PAUSE_BEAT_S = 5.0
@@ -27,7 +28,8 @@ class DriverRequests:
         self._stop = threading.Event()
         self._save = threading.Event()
         self._end_reason = ""
-        self._is_paused = False
+        self._pauses: set[str] = set()
+        """What each pause waits on."""
         self._changed = threading.Event()
         """Set by each request that ends the wait of a paused learner."""
 
@@ -44,15 +46,24 @@ class DriverRequests:
         """Ask the learner for a checkpoint."""
         self._save.set()
 
-    def pause(self) -> None:
-        """Ask the learner to take no further step until `go_on`."""
-        self._is_paused = True
+    def pause(self, waits_on: str = A_PERSON) -> None:
+        """Ask the learner to take no further step until `go_on` is called with the same text.
+
+        Args:
+            waits_on: what the pause waits on, for the status.
+        """
+        self._pauses.add(waits_on)
         self._changed.clear()
 
-    def go_on(self) -> None:
-        """Ask the learner to end the pause."""
-        self._is_paused = False
+    def go_on(self, waits_on: str = A_PERSON) -> None:
+        """Ask the learner to end the pause that waits on `waits_on`. Another pause may hold it still."""
+        self._pauses.discard(waits_on)
         self._changed.set()
+
+    @property
+    def waits_on(self) -> str:
+        """What the pauses wait on; "" if there is none."""
+        return ", ".join(sorted(self._pauses))
 
     def wait_paused(self) -> None:
         """Wait for a request that ends the pause, at most PAUSE_BEAT_S: the other ranks wait for news from rank 0."""
@@ -70,7 +81,7 @@ class DriverRequests:
             return NoBatch("ended", self._end_reason)
         if self._save.is_set():
             return NoBatch("checkpoint wanted")
-        return NoBatch("paused") if self._is_paused else None
+        return NoBatch("paused") if self._pauses else None
 
 
 class SharedGpus:

@@ -44,7 +44,7 @@ class HttpEngine(ABC):
         self._log_file = log_dir / f"{program.lower()}-{name.replace('/', '-')}.log"
         self._seed = server_seed(config.run.seed, index, self._log_file)
         self.server: ServerProcess | None = None
-        """The server process; None if the run uses the server at rollout.server_url."""
+        """The server process; None if the run uses the server at rollout.server_urls."""
         self.resubmits = config.weight_sync.on_update == "abort"
         self._attempts = itertools.count()
         self._newest = 0
@@ -52,13 +52,13 @@ class HttpEngine(ABC):
         self.cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
-        """Start the server, or attach to the one at rollout.server_url; return when it serves version 0.
+        """Start the server, or attach to the one at rollout.server_urls; return when it serves version 0.
 
         Raises:
             ConfigError: the server can't be used with this configuration.
             ProcessDiedError: the server ended. The message has the last lines of its log.
             WaitTimeoutError: the server did not answer in time.
-            WeightSyncError: the server at rollout.server_url can't be used.
+            WeightSyncError: the server at rollout.server_urls can't be used.
         """
         model, self.end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)

@@ -121,13 +121,16 @@ class WorkerStats:
             doing, waits_on = f"waits for {self._idle[0]}", self._idle[1]
             if self.in_flight:
                 doing, waits_on = f"prepares {self.in_flight} groups", ""
-            return Status(doing=doing, waits_on=waits_on, since_s=self._changed_s, told_s=now_s, about=self.about)
+            return Status(
+                doing=doing, waits_on=waits_on, since_s=self._changed_s, told_s=now_s, about=self.about,
+                groups=self.in_flight,
+            )  # fmt: skip
         first = min(self._waits.values(), key=lambda wait: wait.began_s + wait.limit_s)
         counts = Counter((wait.doing, wait.noun) for wait in self._waits.values())
         doing = ", ".join(f"{doing} {number} {noun}" for (doing, noun), number in sorted(counts.items()))
         return Status(
             doing=doing, waits_on=first.waits_on, since_s=first.began_s, told_s=now_s, limit_s=first.limit_s,
-            about=self.about,
+            about=self.about, groups=self.in_flight,
         )  # fmt: skip
 
     def drain_spans(self) -> tuple[Span, ...]:

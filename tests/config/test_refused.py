@@ -121,7 +121,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("weight_sync.double_buffer", "placement.rollout={servers: 2, engines: [hf, sglang]}",
         "weight_sync.double_buffer=host"),
         *(("weight_sync.double_buffer", each) for each in (
-            "weight_sync.on_update=drain", "rollout.server_url=http://there", "placement.rollout.tp=2",
+            "weight_sync.on_update=drain", "rollout.server_urls=[http://there]", "placement.rollout.tp=2",
             "weight_sync.transport=disk", "weight_sync.transport=cuda_ipc",
         )),
         ("weight_sync.double_buffer", "placement.colocated=true", "staleness.max=0"),
@@ -130,7 +130,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("weight_sync.on_update", "weight_sync.on_update=in_place"),
         ("weight_sync.transport", "weight_sync.transport=gloo"),
         ("placement.rollout.tp", "placement.rollout.tp=8"),
-        ("rollout.server_url", "rollout.server_url=http://there"),
+        ("rollout.server_urls", "rollout.server_urls=[http://there]"),
     ],
     (*LOSS, "algorithm.aggregation=constant"): [
         ("algorithm.aggregation", "algorithm.aggregation=token_mean"),
@@ -143,7 +143,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
     ],
     EVAL: [
         *(("placement.eval.servers", each) for each in (
-            "placement.colocated=true", "rollout.server_url=http://h:1", "eval.num_prompts=0", "eval.every_steps=0",
+            "placement.colocated=true", "rollout.server_urls=[http://h:1]", "eval.num_prompts=0", "eval.every_steps=0",
         )),
         ("task.eval_path", "task={path: x.jsonl}"), ("task.eval_path", 'task={path: x.jsonl, env: "my_envs:Env"}'),
     ],
@@ -158,7 +158,7 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("weight_sync.delta", "rollout.engine=vllm", "rollout.server_args={quantization: fp8}"),
         *(("weight_sync.delta", each) for each in (
             "model.dtype=float32", "weight_sync.transport=cuda_ipc", "weight_sync.double_buffer=host",
-            "rollout.server_url=http://there",
+            "rollout.server_urls=[http://there]",
         )),
     ],
     ("placement.rollout={servers: 2, engines: [sglang, hf]}",): [
@@ -181,12 +181,12 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("rollout.params.file", "rollout.params.file=a"),
         ("weight_sync.params.keep", "weight_sync.params.keep=1"),
     ],
-    ("rollout.server_url=http://there", "weight_sync.on_update=retract"): [
-        ("rollout.server_url", f"rollout.server_url='{url}'") for url in (
+    ("rollout.server_urls=[http://there]", "weight_sync.on_update=retract"): [
+        ("rollout.server_urls", f"rollout.server_urls=['{url}']") for url in (
             "nonsense", "there:30000", "ftp://there", "http://", "http://127.0.0.1:abc", "http://h:99999",
             "http://a:b@h", "http://h h:3", "http://127.0.0.1:3/ ", "http://h:3/?x=1", "http://h:3/#a", "http://h:3?",
         )
-    ] + [("rollout.server_url", 'rollout.server_url="http://h:3\\n"')],
+    ] + [("rollout.server_urls", 'rollout.server_urls=["http://h:3\\n"]')],
     ("rollout.group_size=1", "algorithm.advantage=remax"): [
         ("rollout.group_size", f"algorithm.advantage={advantage}")
         for advantage in ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_pp_baseline")
@@ -227,7 +227,7 @@ def test_settings_that_do_not_work_together_are_refused_at_the_key_that_is_wrong
         # the answer's reward is that of its last turn
         ["algorithm.preset=gspo", "algorithm.advantage=reinforce_pp", *TURNS],
         [*ENV, "algorithm.advantage=reinforce_pp"],
-        *([f"rollout.server_url={url}"] for url in (
+        *([f"rollout.server_urls=[{url}]"] for url in (
             "http://127.0.0.1:30000/", "https://there", "http://[::1]:3/below",
         )),
         *([*EVAL, f"task={task}"] for task in (

@@ -37,7 +37,7 @@ SPARSE = ["weight_sync.delta=true", "model.dtype=bfloat16"]
         (["placement.rollout.tp=2"], ["nccl", "gloo", "disk", OWN]),
         (["network={host: 10.0.0.1, insecure: true}"], ["nccl", "gloo", "disk", OWN]),
         # the GPU of a server at a URL is not known
-        (["placement.colocated=true", "rollout.server_url=http://127.0.0.1:30000"], [*TRANSPORTS]),
+        (["placement.colocated=true", "rollout.server_urls=[http://127.0.0.1:30000]"], [*TRANSPORTS]),
     ],
 )
 def test_a_transport_is_taken_exactly_where_the_placement_leaves_room_for_it(

@@ -39,7 +39,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at(url: str, transport: str = "gloo", **overrides: Any) -> Config:
     sync = {"transport": transport, "on_update": "retract"}
-    return make_config(rollout={"engine": "sglang", "server_url": url}, weight_sync=sync, **overrides)
+    return make_config(rollout={"engine": "sglang", "server_urls": [url]}, weight_sync=sync, **overrides)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_on_several_nodes_a_server_anywhere_is_accepted() -> None:
 
 @pytest.mark.parametrize("url", ["http://10.0.0.9:3", "http://there:3"])
 def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url: str) -> None:
-    message = r"^rollout\.server_url "
+    message = r"^rollout\.server_urls "
     with pytest.raises(ConfigError, match=message):
         check_addresses(at(url))
     asked = at(url, transport="auto")
@@ -86,5 +86,5 @@ def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url
 
 
 def test_a_server_whose_name_no_host_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.server_url .*http://nowhere:3"):
+    with pytest.raises(ConfigError, match=r"^rollout\.server_urls .*http://nowhere:3"):
         check_addresses(at("http://nowhere:3"))

@@ -179,7 +179,7 @@ def test_counts_that_do_not_divide_are_refused(learner: dict[str, int], rollout:
 
 ALONE = placed_on(LearnerPlacement(ranks=1), RolloutPlacement(servers=2), colocated=True)
 PAIRS_ON_TWO_HOSTS = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
-AT_URL = changed(placed_on(LearnerPlacement(ranks=2)), rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
+AT_URL = changed(placed_on(LearnerPlacement(ranks=2)), rollout=RolloutConfig(server_urls=("http://127.0.0.1:30000",)))
 REFUSED = "weight_sync.transport"
 
 

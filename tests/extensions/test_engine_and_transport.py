@@ -51,7 +51,6 @@ def test_an_engine_and_a_transport_from_outside_push_and_generate(model_folder: 
         try:
             before = await engine.generate(request_for(1))
             publisher = open_publisher(config, [engine.url], 0, torch.device("cpu"))
-            publisher.connect()
             report = await asyncio.to_thread(publisher.push, new.named_parameters(), 4)
             publisher.close()
             assert report.num_bytes == sum(parameter.nbytes for parameter in new.parameters())

@@ -67,6 +67,7 @@ def two_slices(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) 
 def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
     fake = FakePublisher()
     monkeypatch.setattr(pusher_module, "open_publisher", lambda *_: fake)
+    monkeypatch.setattr(pusher_module, "open_filler", lambda of: of.filler)
     return fake
 
 

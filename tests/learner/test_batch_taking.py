@@ -10,7 +10,7 @@ from learner.loop.batches import NoBatch, Taken, ask_buffer, await_push, share_t
 
 
 @pytest.mark.parametrize("taken", [
-    [b"header", b"", b"frame two"], [b"weights wanted"], NoBatch("push wanted"), NoBatch("stopped"),
+    [b"header", b"", b"frame two"], [b"weights wait"], NoBatch("servers wait"), NoBatch("stopped"),
     NoBatch("nothing to learn", "the task is solved"),
 ])
 def test_every_kind_of_answer_arrives_as_it_was_sent(taken: Taken, one_rank: None) -> None:
@@ -19,7 +19,7 @@ def test_every_kind_of_answer_arrives_as_it_was_sent(taken: Taken, one_rank: Non
 
 @pytest.mark.parametrize(("frames", "asked", "expected"), [
     ([b"a batch"], None, [b"a batch"]), ([], NoBatch("stopped"), NoBatch("stopped")),
-    ([], NoBatch("ended", "good enough"), NoBatch("ended", "good enough")), ([], None, NoBatch("push wanted")),
+    ([], NoBatch("ended", "good enough"), NoBatch("ended", "good enough")), ([], None, NoBatch("servers wait")),
     (None, NoBatch("stopped"), NoBatch("nothing to learn", "the task is solved")),
 ])
 def test_the_buffers_answer_decides_what_the_learner_does_next(
@@ -41,9 +41,9 @@ def test_a_paused_learner_does_not_ask_for_a_batch() -> None:
     assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: False) == NoBatch("paused")
 
 
-def test_a_server_that_comes_back_in_a_pause_gets_its_push() -> None:
+def test_a_server_that_joins_in_a_pause_gets_its_weights() -> None:
     client: Any = None
-    assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: True) == NoBatch("push wanted")
+    assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: True) == NoBatch("servers wait")
 
 
 @pytest.mark.parametrize(("asked", "ended"), [

@@ -24,6 +24,7 @@ from async_rl.base.config import (
     TimeoutsConfig,
 )
 from async_rl.base.errors import AsyncRLError, ConfigError, WaitTimeoutError
+from async_rl.base.messages.reports import ServersFilled
 from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
 from learner.loop.checkpointing import Checkpointer
 from learner.loop.evaluations import EvalSchedule
@@ -231,9 +232,10 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     publisher.calls.clear()
     (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/base/run_dir/resuming.py
     fake_buffer.calls = publisher.calls
-    reports = list(open_run(5, run={"name": "a", "resume": checkpoint_folder(tmp_path / "a", 2)}, **every).run())
-    assert [(report.version, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
-    assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
+    filled, *steps = open_run(5, run={"name": "a", "resume": checkpoint_folder(tmp_path / "a", 2)}, **every).run()
+    assert filled == ServersFilled(servers=(("rollout/0", 1),), version=2)
+    assert [(step.version, len(pushed_bytes(step))) for step in steps] == [(3, 1), (4, 1), (5, 1)]
+    assert publisher.calls[:4] == [("fill", 2), ("served", 2), ("take", 2), ("trained", 3)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
     assert read_training_state(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
 
@@ -245,7 +247,7 @@ def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(open_run: OpenR
         reports.append(report)
         if report.version == 2:
             learner.stop()
-    assert [report.version for report in reports] == [1, 2, 2]
+    assert [report.version for report in reports] == [0, 1, 2, 2]
     assert reports[-1].reason.endswith(str(tmp_path / "run" / "checkpoints" / "step_2"))
     assert list(list_checkpoints(tmp_path / "run")) == [2]
     assert not (tmp_path / "run" / "model").exists()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from async_rl.base.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
+from async_rl.base.messages.reports import (
+    EvaluationDue,
+    EvaluationSkipped,
+    LearnerReport,
+    ServersFilled,
+    ServersLost,
+    StepDone,
+)
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
+from async_rl.base.weights.members import Member
 from learner.loop import pusher as pusher_module
 from learner.loop.evaluations import EvalSchedule
 from learner.loop.learner import Learner
@@ -22,27 +31,27 @@ pytestmark = pytest.mark.processes  # together they compute for long
 @pytest.fixture
 def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
     """The publisher for the evaluation servers; `publisher` is that for the rollout servers."""
-    other = FakePublisher("eval/0", "http://e")
-
-    def open_publisher(config: object, urls: Sequence[str], rank: int, device: object, pool: str = "") -> FakePublisher:
-        return other if pool == "eval" else publisher
-
-    monkeypatch.setattr(pusher_module, "open_publisher", open_publisher)
+    other = FakePublisher()
+    opened = itertools.cycle([publisher, other])  # each learner opens both
+    monkeypatch.setattr(pusher_module, "open_publisher", lambda *_: next(opened))
     return other
 
 
 @pytest.fixture
 def open_beside(open_run: OpenRun, of_eval: FakePublisher) -> OpenRun:
     """Opens the learner of a run with an evaluation server, of which every second version is due."""
-    return partial(
-        open_run, engine_urls=["http://x", "http://e"], eval={"every_steps": 2, "pin_version": True},
-        placement={"eval": {"servers": 1}},
-    )
+    beside = {"eval": {"every_steps": 2, "pin_version": True}, "placement": {"eval": {"servers": 1}}}
+    return partial(open_run, **beside)
 
 
 def evaluate(learner: Learner, ends: Sequence[int]) -> Iterator[LearnerReport]:
-    """Yield the learner's reports; the evaluations of the versions in `ends` end before the next step."""
-    for report in learner.run():
+    """Yield the learner's reports after the first weights of the rollout servers.
+
+    The evaluations of the versions in `ends` end before the next step.
+    """
+    reports = learner.run()
+    assert isinstance(next(reports), ServersFilled)
+    for report in reports:
         yield report
         if isinstance(report, EvaluationDue) and report.version in ends:
             learner.evaluations.schedule.ended()
@@ -135,27 +144,28 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     for report in evaluate(learner, ends=[0, 2, 4, 6]):
         reports.append(report)
         if isinstance(report, EvaluationSkipped) and report.version == 4:
-            learner.servers["eval"].add("eval/0", "http://new")
+            learner.servers["eval"].join("eval/0", "http://new", 2)
     gone = "no evaluation server is up"
     assert [report for report in reports if not isinstance(report, StepDone)] == [
         EvaluationDue(version=0, servers=("eval/0",)),
-        ServersLost(servers=(("eval/0", "http://e"),)), EvaluationSkipped(version=2, reason=gone),
+        ServersLost(servers=(("eval/0", 1),), cause="eval/0 did not answer"), EvaluationSkipped(version=2, reason=gone),
         EvaluationSkipped(version=4, reason=gone), EvaluationDue(version=6, servers=("eval/0",)),
     ]
     pushes = [version for name, version in of_eval.calls if name == "push"]
     assert pushes == [2, 2, 6], "the push that lost it was repeated without it"
-    assert [member.url for member in of_eval.members.current] == ["http://new"]
+    assert of_eval.members.current == (Member("eval/0", "http://new", 2),)
 
 
-def test_an_evaluation_server_that_dies_while_the_learner_starts_is_reported(
+def test_an_evaluation_server_that_is_lost_before_the_first_evaluation_gets_no_push(
     open_beside: OpenRun, of_eval: FakePublisher
 ) -> None:
     learner = open_beside(2, weight_sync={"verify_every": 0})
-    of_eval.dies_at_start = "eval/0"
-    lost, skipped, *steps = learner.run()
-    assert lost == ServersLost(servers=(("eval/0", "http://e"),), cause="eval/0 did not answer")
-    assert skipped == EvaluationSkipped(version=0, reason="no evaluation server is up")
+    learner.servers["eval"].leave("eval/0", 1)
+    skipped, *steps = evaluate(learner, ends=[])
+    gone = "no evaluation server is up"
+    assert skipped == EvaluationSkipped(version=0, reason=gone)
     assert [step.version for step in steps if isinstance(step, StepDone)] == [1, 2]
+    assert of_eval.calls == []
 
 
 @pytest.mark.parametrize(("push_s", "limit_s"), [(20.0, 100.0), (80.0, 300.0)])

@@ -22,7 +22,7 @@ from async_rl.base.config import (
     TimeoutsConfig,
 )
 from async_rl.base.errors import NothingToLearnError, StalenessError
-from async_rl.base.messages.reports import EvaluationDue, StepDone, TrainingEnded
+from async_rl.base.messages.reports import EvaluationDue, ServersFilled, StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
@@ -58,9 +58,10 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
 ) -> None:
     learner = open_run(3, weight_sync={"every_steps": 2})
     fake_buffer.calls = publisher.calls
-    reports = list(learner.run())
+    filled, *reports = learner.run()
+    assert filled == ServersFilled(servers=(("rollout/0", 1),), version=0)
     assert publisher.calls == [
-        ("connect", -1), ("served", 0), ("take", 0), ("trained", 1), ("take", 1), ("trained", 2), ("push", 2),
+        ("fill", 0), ("served", 0), ("take", 0), ("trained", 1), ("take", 1), ("trained", 2), ("push", 2),
         ("served", 2), ("take", 2), ("trained", 3), ("push", 3), ("buffer_checkpoint", 3), ("close", -1),
     ]  # fmt: skip
     assert [report.version for report in reports] == [1, 2, 3]
@@ -68,7 +69,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
     for prefix in ("staleness/episodes_", "by_staleness/0/", "by_length/"):
         assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
         keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
-    assert keys[0] == METRICS
+    assert keys[0] == METRICS | {"push/fill_s", "push/filled_servers"}
     assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s", "version/rollout/0"}
     assert keys[2] == keys[1] | {"checkpoint/pause_s", "checkpoint/last_write_s"}
     assert {span.state for span in reports[2].spans} == {"wait_data", "busy", "sync", "checkpoint"}
@@ -107,14 +108,14 @@ def test_an_evaluation_that_holds_pushes_ends_before_the_learner_takes_gpu_memor
         if isinstance(report, EvaluationDue):
             threading.Timer(0.3, end_the_evaluation).start()
     assert [call for call, _ in publisher.calls] == [
-        "connect", *["release_server_memory", "push", "evaluated"] * 2, "release_server_memory", "push",
+        "push", *["release_server_memory", "push", "evaluated"] * 2, "release_server_memory", "push",
     ]
 
 
 def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
     open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    reports = list(open_run(50, run={"seconds": 1e-9}, weight_sync={"every_steps": 3}).run())
+    _, *reports = open_run(50, run={"seconds": 1e-9}, weight_sync={"every_steps": 3}).run()
     assert [report.version for report in reports] == [1, 2]  # time counts from the end of the first step
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -129,7 +130,7 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
         return [bytes([version])]
 
     monkeypatch.setattr(FakeClient, "take_raw", take_raw)
-    reports = list(open_run(50, weight_sync={"every_steps": 3}).run())
+    _, *reports = open_run(50, weight_sync={"every_steps": 3}).run()
     assert [report.version for report in reports] == [1, 2, 2]
     assert isinstance(reports[-1], TrainingEnded) and reports[-1].reason == "the task is solved"
     assert [pushed_bytes(report) for report in reports] == [[], [], [7.0]]
@@ -161,8 +162,8 @@ def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
     for report in learner.run():
         if isinstance(report, EvaluationDue):
             threading.Timer(0.2, learner.evaluations.schedule.ended).start()
+        if not isinstance(report, StepDone):
             continue
-        assert isinstance(report, StepDone)
         values = {metric.key: metric.value for metric in report.metrics}
         spent_s: Counter[str] = Counter()
         for span in report.spans:
@@ -260,7 +261,7 @@ def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
         "rollout": RolloutConfig(group_size=4, max_response_tokens=9, temperature=0.8),
     }
     server = fed_buffer(learner_config(tiny_model_path, **overrides))
-    reports = list(open_learner(tiny_model_path, server.address, **overrides).run())
+    _, *reports = open_learner(tiny_model_path, server.address, **overrides).run()
     staleness = [{m.key: m.value for m in report.metrics}["staleness/max"] for report in reports]
     assert staleness[0] == 0 and max(staleness) == 1
     assert "buffer/depth" in {metric.key for metric in reports[0].metrics}

@@ -11,54 +11,104 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.base.messages.reports import EvaluationDue, ServersLost, StepDone
-from async_rl.base.seams import TransportEntry
+from async_rl.base.messages.reports import EvaluationDue, LearnerReport, ServersFilled, ServersLost, StepDone
 from async_rl.base.telemetry.metrics import reduce_metrics
-from async_rl.base.weights.members import Member
 from learner.loop.learner import Learner
 from learner.loop.updater import Updater
-from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes, until_someone_waits
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
 
-def joining(learner: Learner) -> threading.Thread:
-    """Start a thread in which a server that has come back waits for weights."""
-    limit = learner.config.timeouts.limit("batch_s")
-    thread = threading.Thread(target=learner.servers["rollout"].join, args=("rollout/1", "http://new", limit))
-    thread.start()
-    until_someone_waits(learner.servers["rollout"])
-    return thread
+def join(learner: Learner, name: str = "rollout/1", start: int = 1) -> None:
+    """Report a server that has started, as the driver does."""
+    learner.servers["rollout"].join(name, f"http://{name}", start)
 
 
-def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
-    open_run: OpenRun, publisher: FakePublisher
-) -> None:
+def values_of(report: LearnerReport) -> dict[str, float]:
+    assert isinstance(report, StepDone)
+    return reduce_metrics(report.metrics)
+
+
+def test_the_time_to_fill_servers_is_in_the_next_steps_metrics(open_run: OpenRun, publisher: FakePublisher) -> None:
     learner = open_run(3, weight_sync={"every_steps": 2, "verify_every": 0})
-    back = joining(learner)
-    reports = list(learner.run())
-    back.join()
-    assert [number for name, number in publisher.calls if name == "push"] == [0, 2, 3]
-    assert [pushed_bytes(report) for report in reports] == [[7.0], [7.0], [7.0]]
-    assert [[span.pool for span in report.spans].count("rollout/0") for report in reports] == [1, 1, 1]
-    assert "version/rollout/1" in {metric.key for metric in reports[0].metrics}
+    join(learner)
+    filled, *steps = learner.run()
+    assert filled == ServersFilled(servers=(("rollout/0", 1), ("rollout/1", 1)), version=0)
+    assert publisher.calls == [("fill", 0), ("push", 2), ("push", 3)]
+    assert [pushed_bytes(step) for step in steps] == [[], [7.0], [7.0]]
+    pauses = [[span.pool for span in step.spans if not span.pool.startswith("learner")] for step in steps]
+    assert pauses == [["rollout/0", "rollout/1"]] * 3
+    first, *others = map(values_of, steps)
+    assert (first["push/fill_s"], first["push/filled_servers"]) == (0.5, 2.0)
+    assert not any("push/fill_s" in values for values in others)
+    assert all("version/rollout/1" in values for values in others)
+
+
+def test_a_learner_whose_batches_are_always_ready_fills_a_joiner_after_its_next_push(
+    open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
+) -> None:
+    learner = open_run(3, weight_sync={"verify_every": 0})
+    fake_buffer.calls, fake_buffer.is_ready = publisher.calls, True
+    reports = []
+    for report in learner.run():
+        reports.append(report)
+        if report.version == 1:
+            join(learner)
+    assert ServersFilled(servers=(("rollout/1", 1),), version=2) in reports
+    calls = [(name, version) for name, version in publisher.calls if name in ("fill", "push", "served", "take")]
+    assert calls == [
+        ("fill", 0), ("served", 0), ("take", 0), ("push", 1), ("served", 1), ("take", 1),
+        ("push", 2), ("fill", 2), ("served", 2), ("take", 2), ("push", 3),
+    ]  # fmt: skip
+    assert publisher.members.names == ("rollout/0", "rollout/1")
+
+
+def test_a_paused_learner_fills_a_joiner(open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient) -> None:
+    learner = open_run(1, weight_sync={"verify_every": 0})
+    fake_buffer.calls = publisher.calls
+    reports = learner.run()
+    next(reports)
+    learner.requests.pause()
+    join(learner)
+    assert next(reports) == ServersFilled(servers=(("rollout/1", 1),), version=0)
+    assert publisher.calls == [("fill", 0), ("served", 0), ("fill", 0)]
+    learner.requests.go_on()
+    assert [report.version for report in reports] == [1]
+
+
+def test_a_version_that_only_a_joiner_has_is_pushed_to_all_and_served_before_the_joiner_is_reported(
+    open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
+) -> None:
+    """The joiner's tokens would else be newer than any slot may expect."""
+    learner = open_run(3, weight_sync={"every_steps": 2, "verify_every": 0})
+    fake_buffer.calls = publisher.calls
+    for report in learner.run():
+        publisher.calls.append((type(report).__name__, report.version))
+        if isinstance(report, StepDone) and report.version == 1:
+            join(learner)
+    at = publisher.calls.index(("StepDone", 1))
+    assert publisher.calls[at + 1 : at + 6] == [
+        ("fill", 1), ("push", 1), ("served", 1), ("ServersFilled", 1), ("take", 1)
+    ]  # fmt: skip
 
 
 def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     learner = open_run(2, weight_sync={"verify_every": 0})
-    back = joining(learner)
-    publisher.dies_next = "rollout/0"
+    assert publisher.filler is not None
+    publisher.filler.dies_next = "rollout/0"
+    join(learner)
     reports = learner.run()
-    early = next(reports)
-    back.join()
-    assert early == ServersLost(servers=(("rollout/0", "http://x"),))
+    assert next(reports) == ServersLost(servers=(("rollout/0", 1),), cause="rollout/0 did not answer")
+    assert next(reports) == ServersFilled(servers=(("rollout/1", 1),), version=0)
     assert not [op for op, _ in fake_buffer.calls if op == "take"]
     publisher.dies_next = "rollout/1"
-    publisher.members.add("rollout/2", "http://y")
-    lost, first, second = reports
-    assert lost == ServersLost(servers=(("rollout/1", "http://new"),))
+    join(learner, "rollout/2")
+    filled, lost, first, second = reports
+    assert filled == ServersFilled(servers=(("rollout/2", 1),), version=0)
+    assert lost == ServersLost(servers=(("rollout/1", 1),), cause="rollout/1 did not answer")
     assert [report.version for report in (first, second)] == [1, 2]
 
 
@@ -68,7 +118,7 @@ def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_versio
     """A server that the push dropped may live on. It would sample those groups from older weights."""
     learner = open_run(2, weight_sync={"verify_every": 0}, checkpoint={"every_steps": 1})
     fake_buffer.calls = publisher.calls
-    publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
+    join(learner)
     publisher.dies_next = "rollout/1"
     for report in learner.run():
         publisher.calls.append((type(report).__name__, getattr(report, "version", -1)))
@@ -83,12 +133,13 @@ def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_erro
 ) -> None:
     learner = open_run(2, weight_sync={"verify_every": 0})
     learner.version = version
-    publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
-    publisher.dies_at_start = "rollout/1"
-    lost, *steps = learner.run()
-    assert lost == ServersLost(servers=(("rollout/1", "http://y"),), cause="rollout/1 did not answer")
+    join(learner)
+    assert publisher.filler is not None
+    publisher.filler.dies_next = "rollout/1"
+    lost, filled, *steps = learner.run()
+    assert lost == ServersLost(servers=(("rollout/1", 1),), cause="rollout/1 did not answer")
+    assert filled == ServersFilled(servers=(("rollout/0", 1),), version=version)
     assert [step.version for step in steps] == [*range(version + 1, 3)]
-    assert [name for name, _ in publisher.calls][:2] == ["connect", "connect"], "and those that live are prepared"
 
 
 def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
@@ -107,17 +158,20 @@ def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
     reports = []
     for report in learner.run():
         reports.append(report)
-        if len(reports) == 4:  # the evaluation of version 2 still runs
-            back = joining(learner)
+        if isinstance(report, StepDone) and report.version == 3:  # the evaluation of version 2 still runs
+            join(learner)
             threading.Timer(0.3, end_the_evaluation).start()
-        if len(reports) == 5:  # that of version 3
+        if isinstance(report, EvaluationDue) and report.version == 3:
             end_the_evaluation()
-    back.join()
     kinds = [(type(report), report.version) for report in reports]
-    assert kinds == [(StepDone, 1), (StepDone, 2), (EvaluationDue, 2), (StepDone, 3), (EvaluationDue, 3), (StepDone, 4)]
+    assert kinds == [
+        (ServersFilled, 0), (StepDone, 1), (StepDone, 2), (EvaluationDue, 2), (StepDone, 3), (EvaluationDue, 3),
+        (ServersFilled, 3), (StepDone, 4),
+    ]  # fmt: skip
     at = calls.index(("trained", 3))
-    held, *rest = calls[at + 1 : at + 5]
-    assert (held, rest) == (("evaluated", -1), [("await_push", 3), ("push", 3), ("served", 3)])
+    assert calls[at + 1 : at + 6] == [
+        ("fill", 3), ("evaluated", -1), ("await_push", 3), ("push", 3), ("served", 3)
+    ]  # fmt: skip
     values = reduce_metrics(reports[-1].metrics)
     assert {"time/held_by_eval_s", "time/drain_s"} <= values.keys()
 
@@ -128,11 +182,13 @@ def test_a_first_push_without_servers_leaves_verification_to_the_next(
     learner = open_run(2)
     publisher.dies_next = "rollout/0"
     reports = learner.run()
-    next(reports)
+    filled, lost = next(reports), next(reports)
+    assert isinstance(filled, ServersFilled) and isinstance(lost, ServersLost)
     assert not publisher.verified
-    back = joining(learner)
-    list(reports)
-    back.join()
+    join(learner, "rollout/0", start=2)
+    assert [report for report in reports if isinstance(report, ServersFilled)] == [
+        ServersFilled(servers=(("rollout/0", 2),), version=1)
+    ]  # fmt: skip
     assert len(publisher.verified) == 1
 
 
@@ -146,37 +202,28 @@ def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
 
 
 def test_the_first_push_and_every_so_many_are_verified(open_run: OpenRun, publisher: FakePublisher) -> None:
+    """A fill is verified too, but for logprobs: its weights are erased before it, and compared after it."""
     list(open_run(6, weight_sync={"verify_every": 2}).run())
-    assert publisher.checked == [(1, True, True), (3, False, True), (5, False, True)]
-    assert len(publisher.verified) == 3
+    assert publisher.filler is not None
+    assert publisher.filler.checked == [(0, True, True)]
+    assert publisher.checked == [(1, False, True), (3, False, True), (5, False, True)]
+    assert (len(publisher.filler.verified), len(publisher.verified)) == (0, 3)
 
 
 def test_a_server_whose_logprobs_differ_later_is_reported_and_gets_no_more_weights(
     open_run: OpenRun, publisher: FakePublisher
 ) -> None:
     learner = open_run(3, weight_sync={"verify_every": 1})
-    publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
+    join(learner)
     reports = learner.run()
-    next(reports)
+    filled, first = next(reports), next(reports)
+    assert isinstance(filled, ServersFilled) and isinstance(first, StepDone)
     publisher.differs_next = "rollout/1"
     lost, second, third = reports
-    assert lost == ServersLost(servers=(("rollout/1", "http://y"),), cause="rollout/1 differs")
-    assert isinstance(second, StepDone) and isinstance(third, StepDone)
-    assert reduce_metrics(second.metrics)["parity/weights/unequal"] == 1.0
-    assert "parity/weights/unequal" not in reduce_metrics(third.metrics)
+    assert lost == ServersLost(servers=(("rollout/1", 1),), cause="rollout/1 differs")
+    assert values_of(second)["parity/weights/unequal"] == 1.0
+    assert "parity/weights/unequal" not in values_of(third)
     assert publisher.members.names == ("rollout/0",)
-
-
-CONNECTS_LATE = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cpu",), connects_late=True)
-
-
-def test_a_transport_that_connects_late_brings_version_0_before_the_first_batch(
-    open_run: OpenRun, publisher: FakePublisher
-) -> None:
-    learner = open_run(1, weight_sync={"transport": f"{__name__}:CONNECTS_LATE"})
-    list(learner.run())
-    assert [number for name, number in publisher.calls if name == "push"] == [0, 1]
-    assert len(publisher.verified) == 1
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(
@@ -192,7 +239,7 @@ def test_verification_compares_the_logprobs_of_the_pushed_weights(
 
 def test_ranks_that_wait_for_rank_0_use_no_device(open_run: OpenRun, publisher: FakePublisher) -> None:
     """With NCCL their GPUs would be busy meanwhile. gloo refuses the tensors of another device than the CPU."""
-    publisher.device = torch.device("meta")
+    publisher.transport.device = torch.device("meta")
     learner = open_run(2, run={"seconds": 1000.0}, weight_sync={})
     steps = [report for report in learner.run() if isinstance(report, StepDone)]
     assert [step.version for step in steps] == [1, 2] and publisher.verified

@@ -18,19 +18,17 @@ from tests.kit.learner.rank_pushes import run_pushes
 def test_each_rank_gives_all_weights_to_its_own_server(
     ranks: int, servers: int, tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    """The server of rank 1 dies in the second push, and another one takes its place before the third."""
+    """The server of rank 1 dies in the second push, and another one is filled in its place before the third."""
     with mapping_servers(servers + 1, tmp_path) as urls:
         found = run_pushes(ranks, servers, tiny_model_path, urls, tmp_path)
     assert [rank["lost"] for rank in found] == [[[], ["rollout/1"], []], *[[[], [], []]] * (ranks - 1)]
-    for version in (1, 2, 3):
-        weights = found[0]["weights"][version - 1]
-        assert found[0]["bytes"][version - 1] == sum(tensor.nbytes for tensor in weights.values())
+    assert found[0]["filled"] == [[[f"rollout/{server}", 1] for server in range(servers)], [["rollout/1", 2]]]
+    for version, weights in enumerate(found[0]["weights"]):
+        assert version == 0 or found[0]["bytes"][version - 1] == sum(tensor.nbytes for tensor in weights.values())
         for server in range(servers):
-            index = servers if (server, version) == (1, 3) else server
-            if (server, version) == (1, DIES_AT):
-                assert not (tmp_path / f"1-{version}.pt").exists()
-                continue
+            index = servers if server == 1 and version >= DIES_AT else server
             served = torch.load(tmp_path / f"{index}-{version}.pt", weights_only=True)
             assert served["pids"] == [found[server]["pid"]]
             assert served["weights"].keys() == weights.keys()
             assert all(torch.equal(served["weights"][name], tensor) for name, tensor in weights.items())
+    assert not (tmp_path / f"1-{DIES_AT}.pt").exists()

@@ -20,7 +20,7 @@ def test_a_folder_on_the_way_is_the_model_of_a_run_that_ends_there(
 ) -> None:
     for name, steps, every_steps in (("long", 5, 2), ("short", 2, 0)):
         learner = open_run(steps, run={"name": name}, checkpoint={"models_every_steps": every_steps})
-        assert [report.version for report in learner.run()] == list(range(1, steps + 1))
+        assert [report.version for report in learner.run()] == list(range(steps + 1))
     models = tmp_path / "long" / "models"
     assert {folder.name for folder in models.iterdir()} == {"step_2", "step_4"}
     assert not (tmp_path / "short" / "models").exists()

@@ -13,6 +13,7 @@ from async_rl.base.config import (
     Limit,
 )
 from async_rl.base.errors import WaitTimeoutError
+from async_rl.base.messages.reports import ServersFilled
 from async_rl.run.processes.actors import LearnerActor
 from learner.loop.learner import Learner
 from learner.loop.ranks import SharedGpus
@@ -76,12 +77,13 @@ def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
 
     threading.Timer(0.3, end_the_start).start()
     reports = learner.run()
+    assert isinstance(next(reports), ServersFilled)
     assert next(reports).version == 1
     learner.shared_gpus.begin_start("rollout/0", soon)  # the step has ended with its push
     learner.shared_gpus.end_start("rollout/0")
     list(reports)
     steps = ["release_server_memory", "push"]
-    assert [call for call, _ in publisher.calls] == ["connect", "started", *steps, *steps]
+    assert [call for call, _ in publisher.calls] == ["push", "started", *steps, *steps]
 
 
 def test_a_step_waits_on_every_rank_for_as_long_as_servers_may_take_to_start(
@@ -104,15 +106,35 @@ def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
     """Its start must not be taken for ended before that, and it gets its first weights after the step."""
     actor = LearnerActor.__new__(LearnerActor)
     actor._config, actor._learner = learner.config, learner
-    actor.begin_start("rollout/0")
+    actor.begin_start("rollout/1")
 
     def join() -> None:
         while learner.status().doing != "waits for a server to start on its GPU":
             time.sleep(0.01)
-        actor.join_server("rollout/0", "http://new")
+        actor.add_server("rollout/1", "http://rollout/1", 1)
 
     joining = started(threading.Thread(target=join, daemon=True))
-    list(learner.run())
+    reports = list(learner.run())
     joining.join(10)
-    assert not joining.is_alive() and publisher.released == ["http://new", "http://new"]
-    assert [name for name, _ in publisher.calls] == ["connect", *["release_server_memory", "push"] * 2]
+    assert not joining.is_alive() and publisher.released == ["http://rollout/0", "http://rollout/1"] * 2
+    assert [name for name, _ in publisher.calls] == ["push", *["release_server_memory", "push"] * 2]
+    assert [report for report in reports if isinstance(report, ServersFilled)] == [
+        ServersFilled(servers=(("rollout/0", 1),), version=0), ServersFilled(servers=(("rollout/1", 1),), version=1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_server_that_joins_while_the_learner_waits_for_a_batch_gets_a_push_with_all_others(
+    leaves: bool, learner: Learner, publisher: FakePublisher
+) -> None:
+    """A server that leaves before this push is not reported."""
+    reports = learner.run()
+    next(reports)
+    learner.servers["rollout"].join("rollout/1", "http://rollout/1", 1)
+    if leaves:
+        learner.servers["rollout"].leave("rollout/1", 1)
+    filled = [report for report in reports if isinstance(report, ServersFilled)]
+    assert filled == ([] if leaves else [ServersFilled(servers=(("rollout/1", 1),), version=0)])
+    pushes = ["push"] if leaves else ["push", "push"]
+    assert [name for name, _ in publisher.calls] == [*pushes, *["release_server_memory", "push"] * 2]
+    assert publisher.members.names == ("rollout/0", "rollout/1")[: 1 + (not leaves)]

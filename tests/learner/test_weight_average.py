@@ -12,7 +12,7 @@ from torch import Tensor
 from async_rl.base.config import ModelConfig
 from async_rl.base.config.check import SettingsError
 from async_rl.base.config.loading import dump_config
-from async_rl.base.messages.reports import TrainingEnded
+from async_rl.base.messages.reports import StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from learner.loop.updater import Updater
 from learner.models.export import export
@@ -100,7 +100,7 @@ def test_the_last_push_the_saved_models_and_an_export_have_the_average(
         4, learner={"ema_decay": DECAY}, checkpoint={"every_steps": 2, "models_every_steps": 2},
         model=ModelConfig(path=str(tiny_model_path)),
     )  # fmt: skip
-    pushed = [publisher.weights for _ in learner.run()]
+    pushed = [publisher.weights for report in learner.run() if isinstance(report, StepDone)]
     history = [load_file(tiny_model_path / "model.safetensors"), *pushed[:3]]  # training samples with the weights
     run_dir = tmp_path / "run"
     model = load_file(run_dir / "model" / "model.safetensors")

@@ -38,7 +38,7 @@ def gathered(receiver: ForkedReceiver, value: float) -> Iterator[tuple[str, Tens
 
 def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: ForkedReceiver) -> None:
     publisher = publisher_for(CONFIG, [receiver.url], open_gloo)
-    publisher.connect()
+    publisher.transport.connect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         report = publisher.push(gathered(receiver, 2.0), 1)
     publisher.close()

@@ -38,7 +38,6 @@ def compact(folder: Path, rank: int = 0, **sync: Any) -> Config:
 
 def open_for(config: Config, servers: list[ServingProcess]) -> WeightPublisher:
     publisher = open_publisher(config, [server.url for server in servers], 0, torch.device("cpu"))
-    publisher.connect()
     return publisher
 
 

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from async_rl.base.config import Config
-from async_rl.base.errors import WeightSyncError
-from async_rl.base.weights import PushState, open_publisher
-from async_rl.base.weights.server_admin import Bucket
-from async_rl.base.weights.transport import unpack
+from async_rl.base.weights import PushState, WeightPublisher, open_filler, open_publisher
+from benchmarks.weight_receiver import tensor_names
 from tests.kit.configs import changed
 from tests.kit.engines.forked_receiver import ForkedReceiver
-from tests.kit.publishers import CONFIG, CPU, OBJECT_ENGINE, names, url_of
+from tests.kit.engines.object_receiver import ObjectReceiver
+from tests.kit.publishers import CONFIG, CPU, OBJECT_ENGINE, names
 
 NUM_TENSORS = 4
 OBJECTS: dict[str, dict[str, Any]] = {
@@ -43,115 +41,61 @@ PROCESSES: dict[str, dict[str, Any]] = {
 WAYS = [*OBJECTS, *(pytest.param(way, marks=pytest.mark.processes) for way in PROCESSES)]
 
 
-class ObjectReceiver:
-    """A server without a process that receives weights as buckets or folders."""
-
-    def __init__(self, url: str = "") -> None:
-        self.names = [f"tensor-{number}" for number in range(NUM_TENSORS)]
-        self.url = url_of(self, url)
-        self.is_alive = True
-        self._received: dict[str, Tensor] = {}
-        self._version: int | None = None
-        self._serves: tuple[int, float] = (0, 0.0)
-
-    def is_ready(self) -> bool:
-        return self.is_alive
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: self._check_alive()
-
-    def _check_alive(self) -> None:
-        if not self.is_alive:
-            raise WeightSyncError("connection refused")
-
-    def begin_update(self) -> None:
-        self._check_alive()
-        self._received, self._version = {}, None
-
-    def map_bucket(self, bucket: Bucket, version: int | None) -> None:
-        self._receive(dict(unpack(bucket.data, bucket.names, bucket.dtypes, bucket.shapes)), version)
-
-    def load_folder(self, folder: Path, version: int | None) -> None:
-        tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-        if sorted(tensors) != self.names:  # the folder of a push that has failed is being removed
-            raise WeightSyncError("the folder is not whole")
-        self._receive(tensors, version)
-
-    def _receive(self, tensors: dict[str, Tensor], version: int | None) -> None:
-        self._check_alive()
-        self._received |= {name: tensor.clone() for name, tensor in tensors.items()}
-        self._version = version
-
-    def end_update(self) -> None:
-        self._check_alive()
-        if self._version is not None:
-            assert sorted(self._received) == self.names
-            self._serves = self._version, sum(float(t.double().sum()) for t in self._received.values())
-
-    def version(self) -> int:
-        return self._serves[0]
-
-    def checksum(self) -> float:
-        return self._serves[1]
-
-    def close(self) -> None:
-        pass
-
-
 Receiver = ObjectReceiver | ForkedReceiver
 
 
 class Pushes:
-    """Pushes to two servers as the learner's Pusher does: until a push has not failed."""
+    """Pushes to servers as the learner's Pusher does: until a push has not failed. Joiners are filled first."""
 
     def __init__(self, config: Config, way: str) -> None:
         self.config, self.way = config, way
-        self.receivers = [self._receiver() for _ in range(2)]
-        self.publisher = open_publisher(config, [receiver.url for receiver in self.receivers], 0, CPU)
-        self.publisher.lost_within_s = 2.0
+        self.receivers: list[Receiver] = []
+        self.publisher = open_publisher(config, [], 0, CPU)
+        self.filler = open_filler(self.publisher)
+        self.publisher.lost_within_s = self.filler.lost_within_s = 2.0
         self.members = self.publisher.members
         self.repeats = 0
         self.lost: list[str] = []
-        self.waits: list[bool] = []
-        """Whether a server waited for its first push, at the begin of each attempt."""
 
-    def _receiver(self, url: str = "") -> Receiver:
+    def start(self, *, in_place_of: Receiver | None = None) -> Receiver:
+        """Start another server, perhaps at the URL of a dead one."""
+        url = in_place_of.url if in_place_of else ""
         if self.way in OBJECTS:
-            return ObjectReceiver(url)
-        port = int(url.rpartition(":")[2]) if url else 0
-        return ForkedReceiver(NUM_TENSORS, self.config, port)
+            self.receivers.append(ObjectReceiver(tensor_names(NUM_TENSORS), url))
+        else:
+            port = int(url.rpartition(":")[2]) if url else 0
+            self.receivers.append(ForkedReceiver(NUM_TENSORS, self.config, port))
+        return self.receivers[-1]
 
-    def push(self, version: int, kill_within: int | None = None) -> None:
-        """Push tensors that hold `version`; with `kill_within` that server dies when half of them are gathered."""
+    def fill(self, version: int, kills: Receiver | None = None) -> None:
+        """Push to the servers that have joined, and admit them."""
+        self.filler.members.replace(self.members.take_joining())
+        self._push(self.filler, version, kills)
+        self.filler.transport.disconnect()
+        self.members.admit(self.filler.members.current)
+
+    def push(self, version: int, kills: Receiver | None = None) -> None:
+        """Push tensors that hold `version`; `kills` dies when half of them are gathered."""
+        self._push(self.publisher, version, kills)
+
+    def _push(self, publisher: WeightPublisher, version: int, kills: Receiver | None) -> None:
         while True:
             before = [receiver.version() for receiver in self.receivers[:1]]
-            report = self.publisher.push(self._tensors(version, kill_within), version)
+            report = publisher.push(self._tensors(version, kills), version)
             self.repeats += report.repeats
             self.lost += names(report.lost)
-            assert self.publisher.state is (PushState.LOST if report.has_failed else PushState.SERVING)
+            assert publisher.state is (PushState.LOST if report.has_failed else PushState.SERVING)
             if not report.has_failed:
                 return
             if "gloo" in self.way or self.way == "cuda_ipc":  # a folder is loaded whole, or not at all
                 assert [receiver.version() for receiver in self.receivers[:1]] == before, "half a push is not served"
-            kill_within = None
+            kills = None
 
-    def _tensors(self, version: int, kill_within: int | None) -> Iterator[tuple[str, Tensor]]:
-        self.waits.append(self.members.someone_waits())
-        for number, name in enumerate(self.receivers[0].names):
-            if number == NUM_TENSORS // 2 and kill_within is not None:
-                self.kill(kill_within)
+    def _tensors(self, version: int, kills: Receiver | None) -> Iterator[tuple[str, Tensor]]:
+        for number, name in enumerate(tensor_names(NUM_TENSORS)):
+            if number == NUM_TENSORS // 2 and kills:
+                kill(kills)
             yield name, torch.full((512, 512), float(version))
-
-    def kill(self, number: int) -> None:
-        receiver = self.receivers[number]
-        if isinstance(receiver, ObjectReceiver):
-            receiver.is_alive = False
-        else:
-            receiver.kill()
-
-    def start_again(self, number: int, *, same_url: bool) -> Receiver:
-        self.receivers.append(self._receiver(self.receivers[number].url if same_url else ""))
-        return self.receivers[-1]
 
     def close(self) -> None:
         self.publisher.close()
@@ -159,8 +103,16 @@ class Pushes:
             receiver.close()
 
 
+def kill(receiver: Receiver) -> None:
+    if isinstance(receiver, ObjectReceiver):
+        receiver.is_alive = False
+    else:
+        receiver.kill()
+
+
 @pytest.fixture
 def pushes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pushes]:
+    """Two servers have got version 1 as their first weights."""
     way: str = request.param
     made = Pushes(
         changed(
@@ -170,7 +122,9 @@ def pushes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pushes]:
         way,
     )
     made.config.run_dir.mkdir()
-    made.push(1)
+    for number in range(2):
+        made.members.join(f"rollout/{number}", made.start().url, 1)
+    made.fill(1)
     yield made
     made.close()
 
@@ -182,51 +136,76 @@ def serves(receiver: Receiver, version: int) -> bool:
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_every_server_serves_each_version_whole(pushes: Pushes) -> None:
     for version in (1, 2, 3):
-        pushes.push(version)
+        if version > 1:
+            pushes.push(version)
         assert all(serves(receiver, version) for receiver in pushes.receivers)
     assert (pushes.repeats, pushes.lost) == (0, [])
 
 
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_the_driver_reports_a_death_between_two_pushes(pushes: Pushes) -> None:
-    pushes.kill(1)
-    pushes.members.leave("rollout/1")
+    first, second = pushes.receivers
+    kill(second)
+    pushes.members.leave("rollout/1", 1)
     pushes.push(2)
-    assert serves(pushes.receivers[0], 2)
+    assert serves(first, 2)
     assert (pushes.members.names, pushes.repeats, pushes.lost) == (("rollout/0",), 0, [])
-    again = pushes.start_again(1, same_url=False)
-    pushes.members.add("rollout/1", again.url)
+    again = pushes.start()
+    pushes.members.join("rollout/1", again.url, 2)
+    pushes.fill(2)
+    assert serves(again, 2)
     pushes.push(3)
-    assert serves(pushes.receivers[0], 3) and serves(again, 3)
+    assert serves(first, 3) and serves(again, 3)
 
 
 @pytest.mark.parametrize("same_url", [False, True])
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_a_successor_has_joined_before_the_next_push(pushes: Pushes, same_url: bool) -> None:
-    pushes.kill(1)
-    pushes.members.leave("rollout/1")
-    again = pushes.start_again(1, same_url=same_url)
-    pushes.members.add("rollout/1", again.url)
+    first, second = pushes.receivers
+    kill(second)
+    pushes.members.leave("rollout/1", 1)
+    again = pushes.start(in_place_of=second if same_url else None)
+    pushes.members.join("rollout/1", again.url, 2)
+    pushes.fill(1)
+    assert serves(again, 1)
     pushes.push(2)
-    assert serves(pushes.receivers[0], 2) and serves(again, 2)
+    assert serves(first, 2) and serves(again, 2)
     assert (pushes.repeats, pushes.lost) == (0, [])
 
 
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_a_successor_answers_at_the_same_url_before_anybody_knows_of_the_death(pushes: Pushes) -> None:
-    pushes.kill(1)
-    again = pushes.start_again(1, same_url=True)
-    pushes.push(2)
-    assert serves(pushes.receivers[0], 2) and serves(again, 2)
+    first, second = pushes.receivers
+    pushes.push(2)  # with which a group of both is made
+    kill(second)
+    again = pushes.start(in_place_of=second)
+    pushes.push(3)
+    assert serves(first, 3) and serves(again, 3)
     assert pushes.repeats == ("gloo" in pushes.way), "a group breaks"
     assert pushes.lost == []
 
 
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_a_death_within_a_push_costs_that_server_alone(pushes: Pushes) -> None:
-    again = pushes.start_again(1, same_url=False)
-    joined = pushes.members.add("rollout/2", again.url)
-    pushes.push(2, kill_within=1)
-    assert serves(pushes.receivers[0], 2) and serves(again, 2)
+    first, second = pushes.receivers
+    third = pushes.start()
+    pushes.members.join("rollout/2", third.url, 1)
+    pushes.fill(1)
+    pushes.push(2, kills=second)
+    assert serves(first, 2) and serves(third, 2)
     assert (pushes.repeats, pushes.lost) == (0, ["rollout/1"])
-    assert pushes.waits[-2:] == [True, True] and joined.done(), "a failed push ends no wait"
+
+
+@pytest.mark.parametrize("pushes", WAYS, indirect=True)
+def test_a_death_within_a_fill_costs_that_server_alone(pushes: Pushes) -> None:
+    """Another one that is filled beside it gets its weights; those that have theirs get the next push."""
+    first, second = pushes.receivers
+    third, fourth = pushes.start(), pushes.start()
+    pushes.members.join("rollout/2", third.url, 1)
+    pushes.members.join("rollout/3", fourth.url, 1)
+    pushes.fill(1, kills=third)
+    assert serves(first, 1) and serves(second, 1) and serves(fourth, 1)
+    assert (pushes.repeats, pushes.lost) == (0, ["rollout/2"])
+    pushes.push(2)
+    assert serves(first, 2) and serves(second, 2) and serves(fourth, 2)
+    assert (pushes.repeats, pushes.lost) == (0, ["rollout/2"])

@@ -19,6 +19,7 @@ from async_rl.base.config import Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights import PushReport
 from async_rl.base.weights.disk import DiskTransport
+from async_rl.base.weights.members import Member
 from tests.kit.configs import make_config
 from tests.kit.publishers import OBJECT_ENGINE, names, publisher_for, url_of
 
@@ -74,7 +75,6 @@ class Ranks:
         urls, device = [url_of(NotingServer(self.events, is_alive))], torch.device("cuda")
         self.first, self.other = (publisher_for(config, urls, DiskTransport, rank, device) for rank in (0, 1))
         self.first.lost_within_s = 0.1
-        self.first.connect()
         monkeypatch.setattr(torch.cuda, "empty_cache", self._note_freed)
 
     def _note_freed(self) -> None:
@@ -125,7 +125,7 @@ def test_a_push_that_fails_on_rank_0_leaves_no_other_rank_waiting(ranks: Ranks) 
     assert names(ranks.push(begins_after="pause", gathers_until="pause").lost) == ("rollout/0",)
     assert "resume_memory weights" not in ranks.events.seen
     assert ranks.events.seen.count("rank 1 frees") == 2
-    ranks.first.members.add("rollout/0", url_of(NotingServer(ranks.events)))
+    ranks.first.members.admit([Member("rollout/0", url_of(NotingServer(ranks.events)), 2)])
     assert ranks.push(begins_after="pause", gathers_until="end_update").lost == ()
     check_order(ranks.events.seen)
 
@@ -146,6 +146,5 @@ def test_ranks_that_take_no_turns_with_servers_free_nothing_and_wait_for_nobody(
         tmp_path, run={"dir": tmp_path}, rollout={"engine": OBJECT_ENGINE}, staleness={"max": 1}, placement=PLACEMENT
     )
     publisher = publisher_for(config, [url_of(NotingServer(events))], DiskTransport, device=torch.device("cuda"))
-    publisher.connect()
     assert publisher.push([("w", torch.ones(4))], 1).lost == ()
     assert events.seen == ["pause", "begin_update", "load_folder", "end_update", "resume"]

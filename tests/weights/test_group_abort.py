@@ -95,18 +95,18 @@ def test_a_learner_that_gives_up_a_push_says_the_word_and_leaves_once(limits: li
     server = ListeningServer()
     config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
     publisher = publisher_for(config, [url_of(server)], open_gloo)
-    publisher.connect()
+    publisher.transport.connect()
     assert not server.hung.aborted.wait(0.2)
     publisher.transport.give_up(is_sending=False)
     assert server.hung.aborted.wait(10)
-    publisher.connect()
+    publisher.transport.connect()
     assert server.asked == ["join", "leave", "join"]
 
 
 def test_torchs_limit_leaves_the_learner_time_to_find_dead_servers_and_to_abort(limits: list[float]) -> None:
     """At the limit of the group NCCL ends the process of the learner."""
     config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
-    publisher_for(config, [url_of(ListeningServer())], open_gloo).connect()
+    publisher_for(config, [url_of(ListeningServer())], open_gloo).transport.connect()
     longest_probe_s = max(http_admin.PROBE.seconds, vllm_admin.PROBE.seconds)
     search_s = LOST_WITHIN_S + PROBES * longest_probe_s
     assert limits == [pytest.approx(CONFIG.timeouts.push_s + 60.0)]

@@ -78,7 +78,7 @@ def test_a_live_server_that_requires_the_api_key_is_not_lost(
 def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
     """A server of rollout.server_url would otherwise keep a group of every run."""
     with ForkedReceiver(num_tensors=1, config=CONFIG) as receiver:
-        publisher = publisher_for(changed(CONFIG, rollout={"server_url": receiver.url}), [receiver.url], open_gloo)
+        publisher = publisher_for(changed(CONFIG, rollout={"server_urls": [receiver.url]}), [receiver.url], open_gloo)
         publisher.push([(receiver.names[0], torch.ones(512, 512))], 1)
         assert isinstance(publisher.transport, BroadcastTransport)
         group_name, admin = publisher.transport.group_name, publisher.members.admin("rollout/0")

@@ -17,6 +17,7 @@ import torch
 
 from async_rl.base.weights import WeightPublisher
 from async_rl.base.weights.cuda_ipc import CudaIpcTransport
+from async_rl.base.weights.members import Member
 from tests.kit.configs import make_config
 from tests.kit.publishers import names, publisher_for
 
@@ -107,7 +108,7 @@ def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
     dies.dies_at = WEIGHTS[0]
     assert push(publisher, 1) == ("rollout/1",)
     assert stays.received() == [PAUSE, ("/flush_cache", {}), WEIGHTS, ("/end_weight_update", {})]
-    publisher.members.add("rollout/1", new.url)
+    publisher.members.admit([Member("rollout/1", new.url, 2)])
     assert push(publisher, 1) == ()
     assert stays.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_CACHE, CONTINUE]
     assert new.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
@@ -116,7 +117,7 @@ def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
 def test_a_server_that_came_back_releases_its_memory_before_it_has_got_a_push(servers: list[Server]) -> None:
     stays, _, new = servers
     publisher = publisher_of(stays)
-    publisher.members.add("rollout/1", new.url)
+    publisher.members.admit([Member("rollout/1", new.url, 1)])
     publisher.release_server_memory()
     assert stays.received() == new.received() == [PAUSE, RELEASE]
 

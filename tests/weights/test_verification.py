@@ -16,6 +16,7 @@ from async_rl.base.config import Config, ModelConfig
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.weights import open_publisher
 from async_rl.base.weights.checkpoint_names import to_checkpoint
+from async_rl.base.weights.members import Member
 from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher
 from async_rl.base.weights.sums import value_sums
 from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
@@ -182,8 +183,8 @@ def test_a_server_that_keeps_weights_in_another_form_is_not_compared() -> None:
 def test_a_server_that_joins_is_compared_in_its_first_push() -> None:
     publisher = weighing(WeighedServer(-1.0, 3.0))
     assert push_to(publisher, compares=True).num_compared == 1
-    publisher.members.leave("rollout/0")
-    publisher.members.add("rollout/0", url_of(WeighedServer(-2.0, 3.0)))  # its own model folder is another one
+    # its own model folder is another one
+    publisher.members.replace([Member("rollout/0", url_of(WeighedServer(-2.0, 3.0)), 2)])
     report = push_to(publisher, compares=False)
     assert [member.name for member in report.lost] == ["rollout/0"]
 
@@ -193,7 +194,7 @@ def test_sums_are_not_compared_with_verify_every_0_of_adapters_or_at_a_servers_u
     assert push_to(weighing(*servers, verify_every=0), compares=True).num_compared == 0
     assert push_to(weighing(*servers, rank=4, lora="adapter"), compares=True).num_compared == 0
     publisher = weighing(*servers)
-    publisher.config = changed(publisher.config, rollout={"engine": "sglang", "server_url": "http://127.0.0.1:9"})
+    publisher.config = changed(publisher.config, rollout={"engine": "sglang", "server_urls": ["http://127.0.0.1:9"]})
     assert push_to(publisher, compares=True).num_compared == 0
 
 

@@ -167,8 +167,8 @@ class Config:
 
     @property
     def server_names(self) -> tuple[str, ...]:
-        """The names of the servers that serve the policy, by pool: rollout/0, rollout/1, ..., eval/0, ..."""
-        counts = {"rollout": self.placement.rollout.servers, "eval": self.placement.eval.servers}
+        """The names of all servers that may serve the policy, by pool: rollout/0, rollout/1, ..., eval/0, ..."""
+        counts = {"rollout": self.placement.rollout.most, "eval": self.placement.eval.servers}
         return tuple(f"{pool}/{number}" for pool, count in counts.items() for number in range(count))
 
     @property
@@ -180,7 +180,7 @@ class Config:
     def engines(self) -> tuple[str, ...]:
         """The engine of each server, in the order of `server_names`."""
         placement, engine = self.placement, self.rollout.engine
-        of_rollout = placement.rollout.engines or (engine,) * placement.rollout.servers
+        of_rollout = placement.rollout.engines or (engine,) * placement.rollout.most
         return of_rollout + (engine,) * placement.eval.servers
 
     @property

@@ -155,12 +155,12 @@ def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, s
 
     Args:
         servers: placement.eval.servers.
-        server_url: rollout.server_url.
+        server_url: the first of rollout.server_urls.
     """
     if not servers:
         return
     for unfit, key, hint in (
-        (server_url, "rollout.server_url", "The URL names the run's only server. Leave it empty."),
+        (server_url, "rollout.server_urls", "The URL names the run's only server. Leave it empty."),
         (evaluation.num_prompts == 0, "eval.num_prompts 0",
          "There are no held-out prompts then. Set eval.num_prompts."),
         (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
@@ -393,7 +393,7 @@ def _check_updates(config: Config) -> None:
 def _check_engine(config: Config) -> None:
     """Check that the engine supports each feature that the configuration uses, as its entry declares."""
     rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
-    servers, tp, most = config.placement.rollout.servers, config.placement.rollout.tp, entry.max_tensor_parallel
+    placed, tp, most = config.placement.rollout, config.placement.rollout.tp, entry.max_tensor_parallel
     with_engine = f"with rollout.engine {rollout.engine}"
     check(
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
@@ -437,12 +437,12 @@ def _check_engine(config: Config) -> None:
         f"It runs in the environment of this project. {_engines_with(lambda e: bool(e.python))}",
     )
     check(
-        not rollout.server_url or entry.attaches_to_url, "rollout.server_url", rollout.server_url,
+        not rollout.server_urls or entry.attaches_to_url, "rollout.server_urls", list(rollout.server_urls),
         f"empty {with_engine}", f"It can't take over a server. {_engines_with(lambda e: e.attaches_to_url)}",
     )
     check(
-        not rollout.server_url or servers == 1, "rollout.server_url", rollout.server_url,
-        f"empty with placement.rollout.servers {servers}", "The URL names one server.",
+        not (placed.is_elastic and sync.transport == "cuda_ipc"), "placement.rollout.servers", placed.servers,
+        "a number with weight_sync.transport cuda_ipc", "Each server shares its GPU with a learner rank.",
     )
 
 
@@ -484,7 +484,7 @@ def _possible_transports(config: Config) -> list[str]:
 def _may_share_device(config: Config) -> bool:
     """Whether each server may share a device with a learner rank, which then passes weights on that device."""
     placement = config.placement
-    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
+    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.most
     return placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank and config.network.is_on_loopback
 
 

@@ -239,13 +239,13 @@ class RolloutConfig(OnePart):
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: SGLang's --mem-fraction-static, vLLM's
     --gpu-memory-utilization. Servers that share a GPU start one after the other, and divide this share."""
-    server_url: Annotated[str, checked(lambda url: not url or is_server_url(url), (
-        "empty, or http:// or https:// with a host, such as http://127.0.0.1:30000, and without spaces, ? and #"
-    ))] = ""  # fmt: skip
-    """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not stop it.
-    With weight_sync.on_update in_place the server must run with --disable-overlap-schedule. A server on another host
+    server_urls: List[tuple[Annotated[str, checked(is_server_url, (
+        "URLs with http:// or https:// and a host, such as http://127.0.0.1:30000, and without spaces, ? and #"
+    ))], ...]] = ()  # fmt: skip
+    """The URLs of running SGLang servers to use. The run loads model.path into them as version 0 and does not stop
+    them. With weight_sync.on_update in_place they must run with --disable-overlap-schedule. A server on another host
     must reach network.host, or read the files of weight_sync.transport disk. If the run is killed or fails, its weight
-    group remains at the server until the server ends. Empty: the run starts its own servers."""
+    group remains at the servers until they end. Empty: the run starts its own servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags for the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
@@ -254,6 +254,11 @@ class RolloutConfig(OnePart):
     @property
     def part(self) -> tuple[str, str, Any]:
         return "rollout.engine", self.engine, self.engine_entry.settings
+
+    @property
+    def server_url(self) -> str:
+        """The URL of the server of this process, or of the run's first one; "" if the run starts its servers."""
+        return self.server_urls[0] if self.server_urls else ""
 
     @property
     def engine_entry(self) -> EngineEntry:

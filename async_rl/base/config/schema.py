@@ -236,6 +236,7 @@ _HERE = {
     "it is placement.learner.nodes and placement.learner.gpus_per_node": "nnodes n_gpus_per_node",
     "it is logging.wandb": "report_to logger",
     "it is rollout.max_groups_in_flight": "rollout.concurrency",
+    "it is rollout.server_urls, a list": "rollout.server_url",
     "it is algorithm.old_logprobs: recompute, rollout or interpolate": "proximal",
     "it is algorithm.gae_lambda": "lam lambda",
     "it is eval.num_prompts": "eval.size",

@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.base.config.check import check
 from async_rl.base.config.section import List, Named, OnePart, PathText, Section, checked, section
@@ -70,7 +70,7 @@ class WeightSyncConfig(OnePart):
     verify_every: NonNegativeInt = 50
     """Verify the first push, and then every so many pushes: the sums of a server's weights and its logprobs of a
     probe text must equal the learner's. Before the first push all weights are also set to NaN, to see that each is
-    loaded. A server that fails a later verification is restarted. At rollout.server_url only logprobs are compared. 0:
+    loaded. A server that fails a later verification is restarted. At rollout.server_urls only logprobs are compared. 0:
     never."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that your own `transport` declares."""
@@ -117,14 +117,25 @@ class LearnerPlacement:
         object.__setattr__(self, "ranks", ranks)
 
 
+def _is_server_range(servers: dict[str, int]) -> bool:
+    return servers.keys() == {"min", "max"} and servers["min"] <= servers["max"]
+
+
 @section("placement.rollout")
 class RolloutPlacement:
     """Where rollout servers run: their number, their nodes, and the GPUs of each."""
 
     nodes: NonNegativeInt = 0
-    """Nodes reserved for rollout servers. 0: they share the learner's nodes."""
-    servers: PositiveInt = 1
-    """Rollout servers on all nodes together."""
+    """Nodes reserved for rollout servers. 0: they share the learner's nodes. If `servers` has a minimum, further
+    nodes without learner ranks may join the Ray cluster later, and leave."""
+    servers: PositiveInt | Annotated[
+        dict[str, PositiveInt], checked(_is_server_range, "{min: FEWEST, max: MOST} with min <= max"),
+    ] = 1
+    """Rollout servers on all nodes together. `{min: 1, max: 8}`: the run begins with 1 and takes more while nodes have
+    room. Below the minimum the learner pauses. `async-rl servers RUN` lists, adds and removes servers of a run."""
+    leave_s: PositiveFloat = 30.0
+    """How long a server that leaves may take to finish its groups; others are started again elsewhere. If Ray
+    announces that its node leaves, at most until 5 s before that."""
     engines: List[tuple[Annotated[str, Named(ENGINES, "placement.rollout.engines")], ...]] = ()
     """The engine of each server, e.g. [sglang, vllm]. Empty: rollout.engine for all. rollout.server_args apply only
     to servers of rollout.engine."""
@@ -138,13 +149,28 @@ class RolloutPlacement:
 
     def __post_init__(self) -> None:
         check(
-            self.servers % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
+            self.is_elastic or self.most % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
             f"a multiple of {self.nodes} nodes",
         )
         check(
-            len(self.engines) in (0, self.servers), "placement.rollout.engines", list(self.engines),
-            f"empty, or one engine for each of {self.servers} servers",
+            not self.engines or (len(self.engines) == self.most and not self.is_elastic), "placement.rollout.engines",
+            list(self.engines), "empty, or one engine for each server with a fixed number of servers",
         )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether servers may join and leave: `servers` has a minimum and a maximum."""
+        return not isinstance(self.servers, int)
+
+    @property
+    def fewest(self) -> int:
+        """The number of servers with which the run begins."""
+        return self.servers if isinstance(self.servers, int) else self.servers["min"]
+
+    @property
+    def most(self) -> int:
+        """The largest number of servers that the run may have."""
+        return self.servers if isinstance(self.servers, int) else self.servers["max"]
 
 
 @section("placement.eval")
@@ -188,8 +214,17 @@ class PlacementConfig:
             "false where servers have nodes of their own, or span GPUs (placement.rollout.nodes, tp)",
         )
         check(
-            self.rollout.nodes > 0 or self.rollout.servers % self.learner.nodes == 0, "placement.rollout.servers",
-            self.rollout.servers, f"a multiple of the learner's {self.learner.nodes} nodes, which they share",
+            self.rollout.nodes > 0 or self.rollout.is_elastic or self.rollout.most % self.learner.nodes == 0,
+            "placement.rollout.servers", self.rollout.servers,
+            f"a multiple of the learner's {self.learner.nodes} nodes, which they share",
+        )
+        check(
+            not (self.rollout.is_elastic and self.colocated), "placement.rollout.servers", self.rollout.servers,
+            "a number with placement.colocated", "Each server shares its GPU with a learner rank.",
+        )
+        check(
+            not (self.rollout.is_elastic and self.pin_cpus), "placement.pin_cpus", True,
+            "false if placement.rollout.servers has a minimum", "The cores are divided among all processes.",
         )
         check(
             not (self.colocated and self.eval.servers), "placement.eval.servers", self.eval.servers,
@@ -208,8 +243,8 @@ class PlacementConfig:
 
     @property
     def num_servers(self) -> int:
-        """The number of servers of the whole run: rollout, evaluation and judge servers."""
-        return self.rollout.servers + self.eval.servers + self.judge.servers
+        """The largest number of servers of the whole run: rollout, evaluation and judge servers."""
+        return self.rollout.most + self.eval.servers + self.judge.servers
 
     @property
     def ranks_of_servers(self) -> dict[str, int]:
@@ -220,7 +255,7 @@ class PlacementConfig:
         if not self.colocated:
             return {}
         nodes = self.learner.nodes
-        ranks, servers = self.learner.ranks // nodes, self.rollout.servers // nodes
+        ranks, servers = self.learner.ranks // nodes, self.rollout.most // nodes
         return {
             f"rollout/{node * servers + gpu}": node * ranks + gpu
             for node in range(nodes) for gpu in range(min(ranks, servers))

@@ -50,7 +50,7 @@ def check_compact(
             bool(quantising), f"{', '.join(quantising)} in rollout.server_args",
             "The weights that a server makes of parts have the type model.dtype; it can't make quantised ones of them.",
         ),
-        (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts make weights of parts."),
+        (bool(rollout.server_url), "rollout.server_urls", "Only servers that the run starts make weights of parts."),
         (sync.double_buffer != "none", f"weight_sync.double_buffer {sync.double_buffer}",
          "Staged weights must come whole."),
     ):
@@ -121,7 +121,7 @@ def check_staging(
             tp > 1, "placement.rollout.tp above 1",
             "The push's broadcast and the server's own all-reduces could wait for each other; nobody has run it yet.",
         ),
-        (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
+        (bool(rollout.server_url), "rollout.server_urls", "Only servers that the run starts can stage weights."),
     ):
         check(not unfit, KEY, sync.double_buffer, f"none with {setting}", reason)
     check_staging_transport(sync, working)

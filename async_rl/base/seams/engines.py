@@ -44,7 +44,7 @@ class EngineEntry:
     max_tensor_parallel: int = 1
     """The largest placement.rollout.tp; 0: no limit."""
     attaches_to_url: bool = False
-    """A run can use a server that is already running (rollout.server_url)."""
+    """A run can use servers that are already running (rollout.server_urls)."""
     computes_in_worker: bool = False
     """The model runs in the worker's own process, not in a process that the engine starts."""
     sets_flags: tuple[str, ...] = ()

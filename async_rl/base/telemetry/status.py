@@ -21,6 +21,8 @@ INTERRUPTED_END = "interrupted"
 RUNNING = "running"
 PAUSED = "paused"
 """The first word of the note on a run that its watcher has paused."""
+A_PERSON = "a person: async-rl answer"
+"""What a learner waits on that the watcher has paused."""
 STALE_S = 30.0
 """If the status is older than this, the driver has stopped writing it."""
 
@@ -42,6 +44,8 @@ class Status:
     """The time limit of the wait; 0: the process does not wait."""
     about: str = ""
     """Further information on the process, such as the sandbox of its rewards."""
+    groups: int = 0
+    """The number of groups in flight in a rollout process."""
 
     @property
     def waited_s(self) -> float:
@@ -49,15 +53,35 @@ class Status:
         return self.told_s - self.since_s
 
 
-def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "") -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """The state of one server, also of a server that has no process."""
+
+    name: str
+    state: str
+    """starting, filling, serving, draining or gone."""
+    place: str
+    """The address of its host, or the URL of a server that the run does not start."""
+    version: int
+    """The policy version of its weights; -1: not known."""
+    since_s: float
+    """When it got into this state, in seconds since the epoch."""
+
+
+def write_status(
+    run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "", servers: Sequence[ServerStatus] = ()
+) -> None:
     """Replace `run_dir/status.json` by the given statuses.
 
     Args:
+        servers: the states of the servers.
         note: the state of the whole run: `running`, `paused` and why, or how it ended.
         alarms: a description of the run's alarms; empty: there were none.
     """
     told = {"note": note, "alarms": alarms, "time_s": time.time()}
-    saved = told | {"processes": [asdict(status) for status in statuses]}
+    saved = told | {
+        "processes": [asdict(status) for status in statuses], "servers": [asdict(server) for server in servers],
+    }
     write_whole(run_dir / "status.json", json.dumps(saved))
 
 
@@ -114,10 +138,43 @@ def format_status(run_dir: Path) -> str:
         limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"
         since = f"{status.waited_s:.0f} s"
         rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))
+    about = [f"{status.process}: {status.about}\n" for status in statuses if status.about]
+    others = [each for each in saved.get("servers", ()) if each["state"] != "serving"]
+    states = [f"{each['name']}: {each['state']} for {_age(each['since_s'])}\n" for each in others]
+    return text + _table(rows) + "".join((*about, *states))
+
+
+def format_servers(run_dir: Path) -> str:
+    """Return a table of the servers of a run: state, host or URL, version of the weights, groups in flight, since when.
+
+    Raises:
+        ConfigError: the folder has no readable status.json.
+    """
+    try:
+        saved = json.loads((run_dir / "status.json").read_text())
+        groups = {each["process"]: each.get("groups", 0) for each in saved["processes"]}
+        rows = [("server", "state", "host or URL", "version", "groups", "since")]
+        for each in saved["servers"]:
+            version = str(each["version"]) if each["version"] >= 0 else "-"
+            count = str(groups.get(each["name"], 0)) if each["name"].startswith("rollout") else "-"
+            rows.append((each["name"], each["state"], each["place"], version, count, _age(each["since_s"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{run_dir} has no status.json with servers ({type(error).__name__}): it is not a run directory, or the "
+            "run has just begun"
+        ) from None
+    return _table(rows)
+
+
+def _age(since_s: float) -> str:
+    return f"{max(0.0, time.time() - since_s):.0f} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    about = [f"{status.process}: {status.about}" for status in statuses if status.about]
-    return text + "".join(line + "\n" for line in (*lines, *about))
+    return "".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
+    )
 
 
 def _known(entry: dict[str, Any]) -> Status:

@@ -1,4 +1,4 @@
-"""Checks of a server that the run does not start: the one at rollout.server_url."""
+"""Checks of servers that the run does not start: those at rollout.server_urls."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from async_rl.base.errors import ConfigError
 
 
 def check_server_reaches_learner(config: Config) -> None:
-    """Check that a server at rollout.server_url can reach the learner at network.host, if the transport needs that.
+    """Check that the servers at rollout.server_urls can reach the learner at network.host, if the transport needs that.
 
     Nothing is checked for weight_sync.transport auto, or on several nodes, where Ray's addresses are used.
 
     Raises:
-        ConfigError: the server is on another host but network.host is on loopback; or the server's name is unknown.
+        ConfigError: the server is on another host but network.host is on loopback; or a server's name is unknown.
     """
-    url, transport, entry = config.rollout.server_url, config.weight_sync.transport, config.weight_sync.transport_entry
-    if not url or entry is None or entry.delivers == "folder" or config.placement.num_nodes > 1:
+    transport, entry = config.weight_sync.transport, config.weight_sync.transport_entry
+    if entry is None or entry.delivers == "folder" or config.placement.num_nodes > 1:
         return
-    check(
-        not config.network.is_on_loopback or _is_here(url), "rollout.server_url", url,
-        f"on this host with network.host {config.network.host} and weight_sync.transport {transport}",
-        "The server would look for the learner on its own host. Set network.host to the address by which it reaches "
-        "this host, or weight_sync.transport: disk if both read the same files. If it is on this host, write 127.0.0.1 "
-        "in the URL.",
-    )
+    for url in config.rollout.server_urls:
+        check(
+            not config.network.is_on_loopback or _is_here(url), "rollout.server_urls", url,
+            f"on this host with network.host {config.network.host} and weight_sync.transport {transport}",
+            "The server would look for the learner on its own host. Set network.host to the address by which it "
+            "reaches this host, or weight_sync.transport: disk if both read the same files. If it is on this host, "
+            "write 127.0.0.1 in the URL.",
+        )
 
 
 def _is_here(url: str) -> bool:
@@ -42,7 +43,7 @@ def _is_here(url: str) -> bool:
         found = socket.getaddrinfo(urlsplit(url).hostname, None)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"rollout.server_url must have a host that can be found, got {url!r}: {error}. Correct the name, or write "
+            f"rollout.server_urls must have a host that can be found, got {url!r}: {error}. Correct the name, or write "
             "the host's address"
         ) from None
     own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}

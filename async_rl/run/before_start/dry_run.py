@@ -51,7 +51,7 @@ def dry_run(
         "episodes per step": config.episodes_per_step,
         "groups in flight or waiting, at most": config.slots,
         "episodes at the engines, at most": min(
-            config.slots, config.rollout.max_groups_in_flight * placement.rollout.servers
+            config.slots, config.rollout.max_groups_in_flight * placement.rollout.most
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
         "learning rate of the policy": f"{policy_lr(config):g}",

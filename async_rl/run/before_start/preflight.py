@@ -91,7 +91,7 @@ def check_names(config: Config) -> None:
     Runs before slow packages are imported.
 
     Raises:
-        ConfigError: a file is missing, or a `module:name` can't be imported.
+        ConfigError: a file is missing, a `module:name` can't be imported, or there are not as many URLs as servers.
     """
     for key, name in names_in(config, (*MODEL_KEYS, *DATA_KEYS)):
         if is_data(key):
@@ -108,6 +108,11 @@ def check_names(config: Config) -> None:
     for key, name in named.items():
         if ":" in name and not (key == "task.agent" and task.agent_python):
             import_object(name, key)
+    urls, placed = config.rollout.server_urls, config.placement.rollout
+    check(
+        not urls or placed.fewest <= len(urls) <= placed.most, "rollout.server_urls", list(urls),
+        f"empty, or one URL for each of placement.rollout.servers: {placed.servers}",
+    )
 
 
 def check_inputs(config: Config, task: Callable[[], Task] | None = None) -> list[str]:
@@ -239,7 +244,7 @@ def _check_login(name: str) -> None:
 
 
 def _check_addresses(config: Config) -> None:
-    """Check that network.host is an address of this host, and that a server at rollout.server_url can reach it."""
+    """Check that network.host is an address of this host, and that a server at rollout.server_urls can reach it."""
     interface_of(config.network.host)
     if config.rollout.server_url:
         from async_rl.run.before_start.attached_server import check_server_reaches_learner

@@ -44,9 +44,9 @@ class ActorGroup:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
+        self.reservation = reservation
         self.starts: Counter[str] = Counter()
         """How many times each process was started."""
-        self._reservation = reservation
         self._origin = origin
         self._earlier_bytes: dict[str, dict[Path, int]] = {}
         """For each process, the sizes of its log files when it was last started. An earlier start wrote that part."""
@@ -63,8 +63,7 @@ class ActorGroup:
                 for a class with async methods.
             threads: the most simultaneous calls in each Ray concurrency group of `cls`.
         """
-        self._reservation.follow_moves()
-        options = {**self._reservation.options(name), "max_restarts": 0}
+        options = {**self.reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
@@ -159,7 +158,6 @@ class ActorGroup:
         Raises:
             AsyncRLError: the call failed, see `named_failure`.
         """
-        self._reservation.follow_moves()  # Ray may have moved it after `start`, when it found that its host is lost
         with self.named_failure(name):
             async for ref in stream:
                 yield await ref
@@ -169,10 +167,8 @@ class ActorGroup:
             return await call
 
     def _overdue(self, limit: Limit, what: str, *names: str) -> WaitTimeoutError:
-        self._reservation.follow_moves()
-        lost = "".join(map(self._reservation.why_no_host, names))
         return WaitTimeoutError(
-            f"the driver waited {limit} for {what} of {', '.join(names)}{lost}{''.join(map(self.log_tail, names))}"
+            f"the driver waited {limit} for {what} of {', '.join(names)}{''.join(map(self.log_tail, names))}"
         )
 
     @contextmanager
@@ -182,8 +178,7 @@ class ActorGroup:
         Raises:
             ConfigError: the process raised it. It stays as it is.
             AsyncRLError: the process raised another error. A subclass of AsyncRLError keeps its type.
-            ProcessDiedError: the process died in its `__init__`, or Ray can't call it. Or Ray had moved the process to
-                another host, where it raised a ConfigError or an error that is no AsyncRLError: files may be missing.
+            ProcessDiedError: the process died in its `__init__`, or Ray can't call it.
             ProcessKilledError: the process died after its `__init__`, or Ray's memory monitor killed it.
         """
         try:
@@ -193,13 +188,11 @@ class ActorGroup:
 
     def _failure(self, name: str, error: RayError) -> AsyncRLError:
         if isinstance(error, RayActorError) and not error.actor_init_failed:
-            # With a lost host its processes die, and Ray moves their bundle at once: this one was where it was known.
             return ProcessKilledError(
                 f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
                 "it for memory: see `dmesg`, lower rollout.max_groups_in_flight or learner.max_tokens_per_microbatch."
                 + self.log_tail(name)
             )
-        self._reservation.follow_moves()
         if isinstance(error, RayTaskError):
             return self._raised(name, error)
         if isinstance(error, RayActorError):  # in `__init__`: Ray keeps the text of what was raised, not the exception
@@ -218,12 +211,6 @@ class ActorGroup:
 
     def _raised(self, name: str, error: RayTaskError) -> AsyncRLError:
         cause = error.cause
-        may_lack_files = isinstance(cause, ConfigError) or not isinstance(cause, AsyncRLError)  # else it is at work
-        if may_lack_files and self._reservation.has_moved(name):
-            return ProcessDiedError(
-                f"{self.on_host(name)} failed after Ray had lost its host and moved it to this one, which may lack "
-                f"files ({type(cause).__name__}: {cause}){self.log_tail(name, message=str(cause))}"
-            )
         if isinstance(cause, ConfigError):  # its message is complete
             return cause
         if isinstance(cause, AsyncRLError):
@@ -235,7 +222,7 @@ class ActorGroup:
 
     def place(self, name: str, status: Status) -> Status:
         """Return `status` with the name of the process and its host filled in."""
-        return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
+        return dataclasses.replace(status, process=name, host=self.reservation.host_of(name))
 
     async def dump_stacks(self) -> None:
         """Have every process write the stacks of its threads into its log file. Waits at most DUMP_TIMEOUT_S."""
@@ -247,7 +234,7 @@ class ActorGroup:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def on_host(self, name: str) -> str:
-        return f"{name} on {self._reservation.host_of(name)}"
+        return f"{name} on {self.reservation.host_of(name)}"
 
     def log_tail(self, name: str, message: str = "") -> str:
         """Return the last lines that process `name` wrote into its log files, indented, for an error message.
@@ -260,7 +247,7 @@ class ActorGroup:
             if str(file) in message:
                 continue
             text += f"\n{log_tail(file, earlier_bytes.get(file, 0))}"
-        if not text and not message and (host := self._reservation.host_of(name)) != ray.util.get_node_ip_address():
+        if not text and not message and (host := self.reservation.host_of(name)) != ray.util.get_node_ip_address():
             text = f"\nits log is on that host, {host}, in {self.run_dir / 'logs'}"
         return text
 

@@ -32,7 +32,7 @@ from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS
 from async_rl.base.network import agree_on_nccl, use_interface
 from async_rl.base.ports import open_listener, ports_of
 from async_rl.base.seams.lookup import find_sent_modules_first
-from async_rl.base.telemetry.status import Status
+from async_rl.base.telemetry.status import A_PERSON, Status
 from async_rl.run.before_start.gpus import checked_gpu_bytes, plan_memory
 from buffer.keys import drop_client_keys, take_client_keys
 
@@ -152,6 +152,10 @@ class BufferActor:
         """Fail the running groups of a lost worker, and return their number; see Operations.abandon."""
         return self._server.abandon(worker, incarnation)
 
+    def retire(self, worker: str, incarnation: int) -> int:
+        """Give a worker no more slots, and return the number of its running groups; see Operations.retire."""
+        return self._server.retire(worker, incarnation)
+
     def status(self) -> Status:
         return Status(doing="answers", waits_on=self._server.describe(), since_s=time.monotonic())
 
@@ -168,11 +172,14 @@ class RolloutActor:
 
     Args:
         index: the index of the process in `config.server_names`.
+        url: the URL of a running server to use; empty: the process starts a server.
     """
 
-    def __init__(self, origin: Origin, index: int) -> None:
+    def __init__(self, origin: Origin, index: int, url: str = "") -> None:
         self._origin = origin
         self._config = enter(origin, origin.config.server_names[index])
+        if url:
+            self._config = resolve(self._config, {"rollout.server_urls": (url,)})
         pin_cpus(origin.config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
@@ -297,7 +304,7 @@ def learner_threads(config: Config) -> dict[str, int]:
 
     The group `turn` has a thread for each rollout server, because all of them may wait there simultaneously.
     """
-    return {"control": 8, "turn": config.placement.rollout.servers}
+    return {"control": 8, "turn": config.placement.rollout.most}
 
 
 class LearnerActor:
@@ -397,14 +404,14 @@ class LearnerActor:
         self._learner.requests.save()
 
     @ray.method(concurrency_group="control")
-    def pause(self) -> None:
+    def pause(self, waits_on: str = A_PERSON) -> None:
         """Have `run` take no further batch until `go_on`, `stop` or `end`. Does not wait. Called on rank 0 only."""
-        self._learner.requests.pause()
+        self._learner.requests.pause(waits_on)
 
     @ray.method(concurrency_group="control")
-    def go_on(self) -> None:
-        """End the pause. Does not wait. Called on rank 0 only."""
-        self._learner.requests.go_on()
+    def go_on(self, waits_on: str = A_PERSON) -> None:
+        """End the pause that waits on `waits_on`. Does not wait. Called on rank 0 only."""
+        self._learner.requests.go_on(waits_on)
 
     @ray.method(concurrency_group="control")
     def add_server(self, name: str, url: str, start: int) -> None:

@@ -1,18 +1,22 @@
 """Places the processes of a run on hosts and GPUs, by the settings of `placement`.
 
-    host_demands        the CPUs and GPUs that each host must offer, and the processes that run there
+    host_demands        the CPUs and GPUs that each host must offer at the start, and the processes that run there
     assign              chooses a host for each demand; the error says what is missing
     explain             the placement as text, without reserving anything (`--dry-run`)
-    reserve             reserves the resources: a Ray placement group over the hosts
+    reserve             reserves the resources: a Ray placement group for the learner, and one for each server
     decide_placement    the settings that depend on the placement, such as the weight transport
+
+A server has a placement group of its own, so that it can come and go. Ray places the group as soon as a host has room.
+Servers that share GPUs with learner ranks in pairs are the exception: they are in the learner's group.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
 from itertools import islice
 from math import inf
@@ -28,6 +32,10 @@ from async_rl.run.processes.ray_start import JOIN_COMMANDS, NoClusterError, open
 from async_rl.run.processes.signals import StopSignals
 
 RESERVE_INTERVAL_S = 0.5
+PLACE_INTERVAL_S = 1.0
+"""The time between two checks whether a server has got a host."""
+NODE = "ray.io/node-id"
+"""The label of a host with its node ID. Ray gives it to each host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +43,12 @@ class Host:
     """A host and the resources that it offers."""
 
     name: str
+    """The host's address."""
     cpus: float
     gpus: float
     resources: frozenset[str] = frozenset()
+    node: str = ""
+    """The host's node ID in Ray; empty without Ray. A host that joins again gets a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +94,8 @@ class HostDemand:
 def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     """Return the demand on each host: first the learner's hosts, then the hosts that have only servers.
 
+    They count the servers with which the run begins. Others may join later.
+
     Args:
         gpus_there: number of GPUs of all hosts together. See `gpus_per_rank`.
 
@@ -94,11 +107,14 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     with_learner, per_rank = rollout.nodes == 0, gpus_per_rank(config, gpus_there)
     of_policy = 0.0 if config.rollout.server_url else per_rank * rollout.tp
     pools = {
-        "rollout": (rollout.servers, of_policy), "eval": (placement.eval.servers, of_policy),
+        "rollout": (rollout.fewest, of_policy), "eval": (placement.eval.servers, of_policy),
         "judge": (placement.judge.servers, per_rank * placement.judge.tp),
     }
 
-    servers = _dealt(pools, rollout.nodes or learner.nodes)
+    num_hosts = rollout.nodes or learner.nodes
+    if rollout.is_elastic and rollout.nodes:
+        num_hosts = min(num_hosts, sum(count for count, _ in pools.values()))
+    servers = _dealt(pools, num_hosts)
     result = []
     for node in range(learner.nodes):
         ranks = range(learner.ranks * node // learner.nodes, learner.ranks * (node + 1) // learner.nodes)
@@ -106,8 +122,8 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
         processes |= servers[node] if with_learner else {}
         processes |= {f"learner/{r}": per_rank for r in ranks}
         result.append(_demand(processes, learner.resource, placement.colocated))
-    for node in range(rollout.nodes):
-        result.append(_demand(servers[node], rollout.resource, False))
+    if rollout.nodes:
+        result += [_demand(of_host, rollout.resource, False) for of_host in servers]
     return result
 
 
@@ -126,7 +142,7 @@ def gpus_per_rank(config: Config, gpus_there: float) -> float:
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     if placement.colocated:
-        wanted, per_rank = max(learner.ranks, rollout.servers), 0.5
+        wanted, per_rank = max(learner.ranks, rollout.most), 0.5
     else:
         wanted, per_rank = learner.ranks + gpus_of_servers(config), 1.0
     if learner.gpus_per_node or gpus_there >= wanted:
@@ -134,7 +150,8 @@ def gpus_per_rank(config: Config, gpus_there: float) -> float:
     if gpus_there == 0:
         return 0.0
     check(
-        gpus_there == learner.ranks == rollout.tp == placement.judge.tp == placement.num_nodes == 1, "placement",
+        gpus_there == learner.ranks == rollout.tp == placement.judge.tp == placement.num_nodes == 1
+        and not rollout.is_elastic, "placement",
         f"{learner.ranks} learner rank(s) and {placement.num_servers} server(s) of {rollout.tp} GPU(s)",
         f"what {gpus_there:g} GPU(s) have room for",
         "The GPU of a single host may be shared by one rank and all servers, several only by pairs: set "
@@ -146,9 +163,10 @@ def gpus_per_rank(config: Config, gpus_there: float) -> float:
 
 
 def gpus_of_servers(config: Config) -> int:
-    """Return the number of GPUs of the servers that the run starts. A server at rollout.server_url does not count."""
+    """Return the number of GPUs of the servers with which the run begins, without those at rollout.server_urls."""
     placement = config.placement
-    of_policy = 0 if config.rollout.server_url else len(config.server_names) * placement.rollout.tp
+    count = placement.rollout.fewest + placement.eval.servers
+    of_policy = 0 if config.rollout.server_url else count * placement.rollout.tp
     return of_policy + placement.judge.servers * placement.judge.tp
 
 
@@ -263,65 +281,164 @@ def _named(host: Host) -> str:
     return f", resources {', '.join(own)}" if own else ""
 
 
-@dataclass(slots=True)
 class Reservation:
-    """A reserved Ray placement group, which consists of bundles. A bundle is the resources of processes on one host."""
+    """The resources of a run that Ray has reserved: for the learner, and for each server by itself.
 
-    group: Any
-    """The Ray placement group."""
-    bundles: list[HostDemand]
-    """The demand that each bundle meets. Other fields refer to a bundle by its index here."""
-    addresses: list[str]
-    """The address of each bundle's host at the start of the run."""
-    gpus: float = 0.0
-    """The number of GPUs of all hosts of the cluster at the start of the run."""
-    nodes: Mapping[int, str] = field(default_factory=dict)
-    """The Ray node ID of each bundle's host at the start of the run. A host that joins again gets a new ID."""
-    found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """(node ID, address) of each bundle's host at the last `follow_moves`. Ray moves the bundles of a lost host."""
-    without_host: Set[int] = frozenset()
-    """The bundles that had no host at the last `follow_moves`."""
+    Args:
+        config: the configuration of the run.
+        wanted: the demand on each host at the start.
+        hosts: the host of each demand.
+        gpus: the number of GPUs of all hosts of the cluster at the start.
+    """
+
+    def __init__(self, config: Config, wanted: Sequence[HostDemand], hosts: Sequence[Host], gpus: float = 0.0) -> None:
+        self.gpus = gpus
+        self.parts = [part for demand in wanted for part in demand.per_gpu()]
+        """The demand on each host at the start, divided by pairs that share a GPU."""
+        self._config = config
+        self._pieces = [
+            (part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()
+            if part.paired or any(not _is_server(name) for name in part.gpus_of)
+        ]
+        """The learner's bundles: the demand of each, with its servers only if they share its GPU, and its host."""
+        self._servers = {
+            name: (gpus_of_server, host) for demand, host in zip(wanted, hosts, strict=True) if not demand.paired
+            for name, gpus_of_server in demand.gpus_of.items() if _is_server(name)
+        }
+        """For each server with a placement group of its own: its GPUs, and its host at the start of the run."""
+        self._group: Any = None
+        """The placement group of the learner."""
+        self._groups: dict[str, Any] = {}
+        """The placement groups of servers, by process name."""
+        self._hosts: dict[str, str] = {}
+        """The address of the host of each server's newest placement."""
+
+    def begin(self) -> list[Any]:
+        """Ask Ray for the resources of the start, and return the placement groups, which may still be pending."""
+        from ray.util import placement_group
+
+        wants = [_resources(self._in_group(part), part.resource) for part, _ in self._pieces]
+        pins = [{NODE: host.node} for _, host in self._pieces]
+        self._group = placement_group(wants, strategy="PACK", bundle_label_selector=pins)
+        for name, (_, host) in self._servers.items():
+            self._ask(name, host.node)
+            self._hosts[name] = host.name
+        return [self._group, *self._groups.values()]
+
+    async def find_place(self, server: str) -> None:
+        """Wait until a host has room for a server. There is no time limit.
+
+        If the host of its last start is there and does not leave, the server stays on it.
+        """
+        if any(server in part.gpus_of for part, _ in self._pieces):
+            return
+        if server in self._groups and not self._is_placed(server):
+            self.release(server)
+        if server not in self._groups:
+            self._ask(server)
+        while not self._is_placed(server):
+            await asyncio.sleep(PLACE_INTERVAL_S)
+
+    def release(self, server: str) -> None:
+        """Give the resources of a server back to Ray, which ends its process."""
+        from ray.util import remove_placement_group
+
+        if server in self._groups:
+            remove_placement_group(self._groups.pop(server))
+
+    def seconds_left(self) -> dict[str, float]:
+        """Return {server: seconds until its host leaves} of the servers on hosts whose leave Ray has announced."""
+        if not (leaving := leaving_nodes()):
+            return {}
+        nodes = {server: _node_of(group) for server, group in self._groups.items()}
+        return {server: leaving[node] for server, node in nodes.items() if node in leaving}
 
     def options(self, process: str) -> dict[str, Any]:
-        """Return the Ray actor options that start `process` in its bundle."""
+        """Return the Ray actor options that start `process` where its resources are."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        index = self._bundle_of(process)
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
-        gpus = self.bundles[index].gpus_of[process]
-        return {"scheduling_strategy": strategy, "num_cpus": int(process != "buffer"), "num_gpus": gpus}
+        if process in self._groups:
+            strategy = PlacementGroupSchedulingStrategy(self._groups[process], placement_group_bundle_index=0)
+            return {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": self._gpus_of(process)}
+        index, part = next((i, part) for i, (part, _) in enumerate(self._pieces) if process in part.gpus_of)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        return {
+            "scheduling_strategy": strategy, "num_cpus": int(process != "buffer"), "num_gpus": part.gpus_of[process],
+        }
 
     def host_of(self, process: str) -> str:
-        index = self._bundle_of(process)
-        return self.found[index][1] if index in self.found else self.addresses[index]
+        """Return the address of the host of a process; of a server without a host: of its last one, or "no host"."""
+        if any(process in part.gpus_of for part, _ in self._pieces) and process not in self._servers:
+            return next(host.name for part, host in self._pieces if process in part.gpus_of)
+        return self._hosts.get(process, "no host")
 
-    def has_moved(self, process: str) -> bool:
-        """Return whether Ray has moved a process to another host than at the start. That host may lack files."""
-        index = self._bundle_of(process)
-        return index in self.found and self.found[index][0] != self.nodes[index]
+    def _ask(self, server: str, node: str = "") -> None:
+        """Ask Ray for the resources of a server: on host `node`, or on any host where servers may run."""
+        from ray.util import placement_group
 
-    def follow_moves(self) -> None:
-        """Update `found` and `without_host` from Ray. A bundle without a host keeps its last host in `found`."""
-        hosts = _hosts(self.group)
-        self.found = {**self.found, **hosts}
-        self.without_host = set(range(len(self.bundles))) - hosts.keys()
+        learners = ",".join(host.node for _, host in self._pieces)
+        where = node or (f"!in({learners})" if self._config.placement.rollout.nodes else f"in({learners})")
+        placed = self._config.placement.rollout
+        wants = _resources({server: self._gpus_of(server)}, placed.resource if placed.nodes else "")
+        self._groups[server] = placement_group([wants], strategy="PACK", bundle_label_selector=[{NODE: where}])
 
-    def why_no_host(self, process: str) -> str:
-        """Return a sentence that says why `process` has no host; "" if it had one at the last `follow_moves`."""
-        index = self._bundle_of(process)
-        if index not in self.without_host:
-            return ""
-        return f". Its host is lost, and no other of the Ray cluster has free what is wanted for {self.bundles[index]}"
+    def _is_placed(self, server: str) -> bool:
+        """Return whether a server has a host that is there and does not leave, and note its address."""
+        node, group = _node_of(self._groups[server]), self._groups[server]
+        if not node or node in leaving_nodes() or not group.wait(0):
+            return False
+        address = next((host.name for host in ray_hosts() if host.node == node), "")
+        self._hosts[server] = address or self._hosts.get(server, "")
+        return bool(address)
 
-    def _bundle_of(self, process: str) -> int:
-        return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)
+    def _gpus_of(self, server: str) -> float:
+        """Return the GPUs of a server. A rollout server that joins later gets as many as the first one."""
+        like = server if server in self._servers else "rollout/0"
+        return self._servers[like][0]
+
+    def _in_group(self, part: HostDemand) -> dict[str, float]:
+        """Return the GPUs of the processes of a bundle of the learner's group."""
+        if part.paired:
+            return {**part.gpus_of}
+        return {name: gpus for name, gpus in part.gpus_of.items() if not _is_server(name)}
 
     def __str__(self) -> str:
-        return "; ".join(f"{a}: {compact(list(b.gpus_of))}" for a, b in zip(self.addresses, self.bundles, strict=True))
+        processes: dict[str, list[str]] = {}
+        for part, host in self._pieces:
+            processes.setdefault(host.name, []).extend(self._in_group(part))
+        for name, (_, host) in self._servers.items():
+            processes.setdefault(host.name, []).append(name)
+        return "; ".join(f"{address}: {compact(names)}" for address, names in processes.items())
+
+
+def _is_server(process: str) -> bool:
+    return process.startswith(("rollout/", "eval/", "judge/"))
+
+
+def _resources(gpus_of: Mapping[str, float], resource: str) -> dict[str, float]:
+    """Return the Ray resources of processes on one host. Pairs of a learner rank and a server need one GPU together."""
+    gpus, cpus = round(sum(gpus_of.values()), 2), len(gpus_of) - ("buffer" in gpus_of)
+    wants = {"CPU": float(cpus), "GPU": gpus, resource: 0.001}
+    return {name: amount for name, amount in wants.items() if name and amount}
+
+
+def _node_of(group: Any) -> str:
+    """Return the node ID of the host of a placement group with one bundle; "" if it has none."""
+    from ray.util import placement_group_table
+
+    return str(placement_group_table(group)["bundles_to_node_id"].get(0) or "")
+
+
+def leaving_nodes() -> dict[str, float]:
+    """Return {node ID: seconds left} of the hosts whose leave Ray has announced."""
+    from ray._private.state import state
+
+    state._connect_and_get_accessor()  # type: ignore[no-untyped-call]
+    return {node: deadline_ms / 1e3 - time.time() for node, deadline_ms in state.get_draining_nodes().items()}
 
 
 def reserve(config: Config, signals: StopSignals) -> Reservation:
-    """Wait until Ray has reserved the resources of the run on each host, and return the reservation.
+    """Wait until Ray has reserved the resources with which the run begins, and return the reservation.
 
     Raises:
         ConfigError: the hosts do not have the resources.
@@ -329,15 +446,18 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
         KeyboardInterrupt: after Ctrl-C or SIGTERM.
     """
     import ray
-    from ray.util import placement_group
 
     hosts = ray_hosts()
     gpus = sum(host.gpus for host in hosts)
     wanted = host_demands(config, gpus)
-    parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
-    group = placement_group(resources, strategy=strategy)
+    try:
+        chosen = assign(wanted, ray_hosts(free=True))
+    except ConfigError:
+        chosen = assign(wanted, hosts)
+    reservation = Reservation(config, wanted, chosen, gpus)
+    groups = reservation.begin()
     deadline_s = time.monotonic() + config.timeouts.startup_s
-    while not group.wait(RESERVE_INTERVAL_S):
+    while not all(group.wait(RESERVE_INTERVAL_S) for group in groups):
         signals.check()
         if time.monotonic() < deadline_s:
             continue
@@ -347,49 +467,14 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
             "shows who holds the rest: end that, or start this run later"
         )
-    found = _hosts(group)
-    addresses = [found[index][1] for index in range(len(parts))]
-    return Reservation(group, parts, addresses, gpus, {index: node for index, (node, _) in found.items()})
+    return reservation
 
 
-def _hosts(group: Any) -> dict[int, tuple[str, str]]:
-    """Return (node ID, address) of the host of each bundle. Bundles without a host are left out.
-
-    Args:
-        group: the Ray placement group.
-    """
-    import ray
-    from ray.util import placement_group_table
-
-    address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return {index: (node, address_of[node]) for index, node in nodes.items() if node in address_of}
-
-
-def ray_bundles(
-    wanted: Sequence[HostDemand], hosts: Sequence[Host]
-) -> tuple[list[HostDemand], list[dict[str, float]], str]:
-    """Return the bundles of the Ray placement group: (demand of each bundle, Ray resources of each, Ray's strategy).
-
-    Usually each demand is a bundle, and Ray chooses the hosts. The exception is a run over several hosts where learner
-    ranks and servers share GPUs in pairs. There each pair is a bundle, and tied to its host, because Ray can't be told
-    which bundles belong on one host.
-
-    Args:
-        hosts: the host that `assign` chose for each demand.
-    """
-    parts = [(part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()]
-    wants = [{"CPU": float(part.cpus), "GPU": part.gpus, part.resource: 0.001} for part, _ in parts]
-    resources = [{name: amount for name, amount in each.items() if name and amount} for each in wants]
-    strategy = "STRICT_SPREAD" if len(wanted) > 1 else "STRICT_PACK"
-    if len(parts) > len(wanted) > 1:
-        strategy = "PACK"
-        resources = [r | {f"node:{host.name}": 0.001} for r, (_, host) in zip(resources, parts, strict=True)]
-    return [part for part, _ in parts], resources, strategy
-
-
-def decide_placement(config: Config, reservation: Reservation) -> Decided:
+def decide_placement(config: Config, parts: Sequence[HostDemand]) -> Decided:
     """Return the settings that depend on the placement.
+
+    Args:
+        parts: the demand on each host, divided by pairs that share a GPU.
 
         weight_sync.transport             the transport that replaces `auto`
         rollout.gpu_memory_utilization    if servers share a GPU: the share of each
@@ -397,7 +482,7 @@ def decide_placement(config: Config, reservation: Reservation) -> Decided:
     Raises:
         ConfigError: a setting, such as the weight transport, can't work in this placement.
     """
-    parts, decided = reservation.bundles, dict[str, Any]()
+    decided = dict[str, Any]()
     if (servers := servers_per_gpu(parts)) > 1:
         decided["rollout.gpu_memory_utilization"] = config.rollout.gpu_memory_utilization / servers
     check_compact_type(config.weight_sync, config.model, "cuda" if any(_shares(parts)) else "cpu")
@@ -464,21 +549,29 @@ def _servers_have_ranks(config: Config, parts: Sequence[HostDemand]) -> bool:
     """Return whether each server has a learner rank on its GPU (or on its host without GPUs). cuda_ipc needs that."""
     placement = config.placement
     if placement.colocated:
-        return placement.num_nodes == 1 and len(placement.ranks_of_servers) == placement.rollout.servers
+        return placement.num_nodes == 1 and len(placement.ranks_of_servers) == placement.rollout.most
     return len(parts) == 1 and parts[0].gpus <= 1 and placement.learner.ranks == 1
 
 
-def ray_hosts() -> list[Host]:
-    """Return the live hosts of the Ray cluster that this process has joined."""
-    import ray
+def ray_hosts(free: bool = False) -> list[Host]:
+    """Return the live hosts of the Ray cluster that this process has joined.
 
-    return [
-        Host(
-            name=node["NodeManagerAddress"], cpus=node["Resources"].get("CPU", 0.0),
-            gpus=node["Resources"].get("GPU", 0.0), resources=frozenset(node["Resources"]),
-        )
-        for node in ray.nodes() if node["Alive"]
-    ]
+    Args:
+        free: count only the CPUs and GPUs that no program has reserved.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    left = available_resources_per_node() if free else {}  # type: ignore[no-untyped-call]
+    hosts = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            offered = left.get(node["NodeID"], {}) if free else node["Resources"]
+            hosts.append(Host(
+                name=node["NodeManagerAddress"], cpus=offered.get("CPU", 0.0), gpus=offered.get("GPU", 0.0),
+                resources=frozenset(node["Resources"]), node=node["NodeID"],
+            ))
+    return hosts
 
 
 def find_hosts(config: Config) -> list[Host]:

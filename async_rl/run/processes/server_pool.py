@@ -1,16 +1,19 @@
-"""The servers of a run. Start, restart, and the return of a lost host are one path.
+"""The servers of a run. First start, restart, joining and leaving are one path.
 
 States of a server (`ServerState`):
 
-                 engine up, connected            has the weights
-    starting ──────────────────────> filling ─────────────────────> serving
-        ^                               │ lost                         │ lost
-        └───────────────────────────────┴──────────────────────────────┘
-          its groups are granted to other servers
+               engine up, connected         has the weights           is to leave
+    starting ───────────────────> filling ─────────────────> serving ─────────────> draining
+        ^                            │                          │                       │ has no group any more,
+        │                            │ lost                     │ lost                  v or leave_s are over
+        └────────────────────────────┴──────────────────────────┴─────────────────── gone
+          if it is still wanted; its groups are granted to other servers
 
-    starting   The process and its engine start, on a host with room.
+    starting   A host with room is found, then the process and its engine start.
     filling    The learner brings it its first weights. It has no slots yet, and disturbs no other server.
     serving    It gets slots, pushes and evaluations.
+    draining   It gets no slots and no pushes. Its groups may end.
+    gone       It has no process. It is started again on a host with room, unless it was removed.
 
 Evaluation servers and judge servers follow the same path. An evaluation server gets its first weights with the next
 evaluation, and a judge server gets none, so both serve at once.
@@ -19,17 +22,20 @@ evaluation, and a judge server gets none, so both serve at once.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
 
 from async_rl.base.config import Config, Limit
-from async_rl.base.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError, WeightSyncError
-from async_rl.base.messages.reports import ServersFilled, ServersLost
+from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError, WeightSyncError
+from async_rl.base.messages.reports import ServersFilled, ServersLost, StepDone
+from async_rl.base.run_dir.server_requests import ServerRequest, drop_requests, take_requests
+from async_rl.base.telemetry.status import PAUSED, RUNNING, ServerStatus
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import server_class
@@ -39,6 +45,17 @@ from async_rl.run.processes.watchdog import Watchdog
 
 SMALLER = 0.9
 """If a restarted server has less than this share of its first KV cache, the driver logs it."""
+LOOK_INTERVAL_S = 1.0
+"""The time between two looks at hosts that leave and at requests."""
+DRAIN_INTERVAL_S = 0.2
+"""The time between two questions how many groups a server that leaves still has."""
+SPARE_S = 5.0
+"""A server has ended this many seconds before its host leaves."""
+RETRY_S = 5.0
+"""The wait before a server that failed to start is tried again while others serve. It doubles each time."""
+LONGEST_RETRY_S = 300.0
+NO_SERVERS = "rollout servers"
+"""What a learner waits on that is paused because fewer servers than placement.rollout.servers.min serve."""
 
 
 class ServerState(Enum):
@@ -47,6 +64,8 @@ class ServerState(Enum):
     STARTING = "starting"
     FILLING = "filling"
     SERVING = "serving"
+    DRAINING = "draining"
+    GONE = "gone"
 
 
 @dataclass(slots=True)
@@ -54,13 +73,24 @@ class Server:
     """A server and its state."""
 
     name: str
-    state: ServerState = ServerState.STARTING
+    attached_url: str = ""
+    """The URL of a server that the run does not start; empty: the run starts it."""
+    state: ServerState = ServerState.GONE
+    since_s: float = field(default_factory=time.time)
+    """When it got into this state, in seconds since the epoch."""
     url: str = ""
     """Where its engine answers, or its last engine; empty before the first start."""
     is_known: bool = False
     """Whether the learner knows this start of it."""
     filled: asyncio.Future[int] | None = None
     """The wait for its first weights; the result is their policy version."""
+    version: int = -1
+    """The version of its weights by the last report; -1: none of the learner's."""
+    failed_starts: int = 0
+    """How often it has failed to start since it served last."""
+
+    def enter(self, state: ServerState) -> None:
+        self.state, self.since_s = state, time.time()
 
     @property
     def kind(self) -> str:
@@ -69,29 +99,36 @@ class Server:
 
 
 class ServerPool:
-    """Starts the servers of a run, and starts each again when it is lost.
+    """Starts the servers of a run, starts each again when it is lost, and lets servers join and leave.
 
     Args:
         read_reports: reads and logs the reports of a server until it stops.
         abandon: makes the buffer grant the groups of a lost server to others, and returns their number.
+        retire: makes the buffer give a server no more slots, and returns the number of its running groups.
         changed: notified when the state of a server changes.
-        gpus: the number of GPUs of all hosts together.
         one_by_one: whether servers share a GPU. Each measures the free memory when it starts.
     """
 
     def __init__(
         self, config: Config, processes: ActorGroup, log: RunLog, watchdog: Watchdog, lives: Lives, changed: Change,
-        read_reports: Callable[[str], Awaitable[None]], abandon: Callable[[str], Awaitable[int]], *,
-        gpus: float = 0.0, one_by_one: bool = False,
+        read_reports: Callable[[str], Awaitable[None]], abandon: Callable[[str], Awaitable[int]],
+        retire: Callable[[str], Awaitable[int]], *, one_by_one: bool = False,
     ) -> None:
         self._config, self._processes, self._log = config, processes, log
         self._watchdog, self._lives, self._changed = watchdog, lives, changed
-        self._read_reports, self._abandon = read_reports, abandon
-        self._gpus = gpus
+        self._read_reports, self._abandon, self._retire = read_reports, abandon, retire
         self._turn = asyncio.Lock() if one_by_one else nullcontext()
-        self.servers = {name: Server(name) for name in (*config.server_names, *config.judge_names)}
+        self._placed, urls = config.placement.rollout, config.rollout.server_urls
+        names = (*config.server_names, *config.judge_names)
+        self.servers = {
+            name: Server(name, urls[number] if number < len(urls) and name.startswith("rollout") else "")
+            for number, name in enumerate(names) if not (urls and name.startswith("rollout") and number >= len(urls))
+        }
+        self._wanted = set(self.servers)
+        """The servers that the run is to have."""
         self.serving: set[str] = set()
         """The names of the servers that serve."""
+        self.tasks: set[asyncio.Task[None]] = set()
         self._proven: set[str] = set()
         """The kinds of servers of which one has served. So the configuration works, and another start may help."""
         self._is_learner_up = asyncio.Event()
@@ -99,40 +136,49 @@ class ServerPool:
         """The deaths of each server since the last step."""
         self._first_kv_tokens: dict[str, int] = {}
         """The number of tokens that fitted into each server's KV cache at its first start."""
+        self._paused_s: float | None = None
+        """Since when the learner is paused because too few servers serve; None: it is not."""
+        watchdog.servers = self.statuses
+
+    # what the supervisor calls
 
     @property
     def rollouts(self) -> list[str]:
         """The rollout servers that serve."""
         return sorted(name for name in self.serving if name.startswith("rollout"))
 
-    async def keep(self, name: str, buffer_address: str) -> None:
-        """Start a server, log its reports, and start it again whenever it is lost.
-
-        Raises:
-            AsyncRLError: the server must not be started again, see `_count_death`. The error ends the run.
-        """
-        server = self.servers[name]
-        while True:
-            server.state, server.is_known = ServerState.STARTING, False
-            try:
-                await self._lives.follow(name, self._live(server, buffer_address))
-            except LostError as lost:
-                error = lost.error
-            self._count_death(server, error)
-            self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
-            self.remove(name)
-            await self._changed.notify()
+    def begin(self, tasks: asyncio.TaskGroup, buffer_address: str) -> None:
+        """Start all servers, each with a task in `tasks` that keeps it."""
+        self._group, self._buffer_address = tasks, buffer_address
+        drop_requests(self._config.run_dir)
+        for name in self.servers:
+            self._begin_task(self._keep(name))
+        self._begin_task(self._look())
 
     async def until_up(self) -> None:
-        """Wait until every server has started and connected. Each start has a limit of its own."""
-        def are_up() -> bool:
-            return all(server.state is not ServerState.STARTING for server in self.servers.values())
+        """Wait until every server with which the run begins has started and connected. Each start has its own limit."""
+        others = self._config.placement.eval.servers + self._config.placement.judge.servers
+        needed = {"rollout": self._placed.fewest, "others": others}
 
-        await self._changed.wait_until(are_up, None, "the start of every server")
+        def are_up() -> bool:
+            up = Counter(
+                "rollout" if each.kind == "rollout" else "others" for each in self.servers.values()
+                if each.state in (ServerState.FILLING, ServerState.SERVING)
+            )
+            return all(up[kind] >= count for kind, count in needed.items())
+
+        await self._changed.wait_until(are_up, None, "the start of the servers")
+
+    def first_up(self) -> str:
+        """Return the name of a rollout server that has started."""
+        return min(
+            name for name, each in self.servers.items() if each.kind == "rollout" and each.state is ServerState.FILLING
+        )
 
     async def until_known(self) -> None:
         """Let servers get weights, because the learner has started. Returns when it knows all that have connected."""
         self._is_learner_up.set()
+
         def are_known() -> bool:
             return all(server.is_known for server in self.servers.values() if server.state is ServerState.FILLING)
 
@@ -160,55 +206,99 @@ class ServerPool:
         self.serving.discard(name)
         self._lives.declare_lost(name, error)
 
-    def note_step(self) -> None:
-        """Forget the deaths so far, because the learner has made a step."""
+    def note_step(self, step: StepDone) -> None:
+        """Note the versions that servers have, and forget the deaths so far, because the learner has made a step."""
         self._deaths.clear()
+        for metric in step.metrics:
+            if metric.key.startswith("version/") and (server := self.servers.get(metric.key.removeprefix("version/"))):
+                server.version = int(metric.value)
 
-    def remove(self, name: str) -> None:
-        """Kill the process of a lost server. The learner makes no more pushes to it."""
-        self._watchdog.forget(name)
-        self.serving.discard(name)
-        self._log.lost(name)
-        self._processes.kill(name)
-        if self.servers[name].is_known and name in self._config.server_names:
-            self._processes.actors["learner/0"].leave_server.remote(name, self._processes.starts[name])
+    def statuses(self) -> list[ServerStatus]:
+        """Return the status of each server, for status.json."""
+        return [
+            ServerStatus(
+                name=server.name, state=server.state.value, since_s=server.since_s, version=server.version,
+                place=server.attached_url or self._processes.reservation.host_of(server.name),
+            )
+            for server in self.servers.values()
+        ]
 
     def remove_starting(self) -> None:
-        """Kill the servers that do not serve yet."""
+        """Kill the servers that do not serve. Call it after training."""
         for name in self.servers.keys() & self._processes.actors.keys() - self.serving:
-            self.remove(name)
+            self._remove(name)
 
-    async def _live(self, server: Server, buffer_address: str) -> None:
+    # the path of a server
+
+    def _begin_task(self, work: Any) -> None:
+        task = self._group.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _keep(self, name: str) -> None:
+        """Start a server, log its reports, and start it again whenever it is lost, until it is no longer wanted.
+
+        Raises:
+            AsyncRLError: the server must not be started again, see `_count_death`. The error ends the run.
+        """
+        server = self.servers[name]
+        while name in self._wanted:
+            server.enter(ServerState.STARTING)
+            server.is_known, is_first = False, self._processes.starts[name] == 0
+            try:
+                await self._lives.follow(name, self._live(server, is_first))
+            except LostError as lost:
+                error = lost.error
+            leaves, has_served = self._leaves(server), server.state is ServerState.SERVING
+            if not leaves:
+                self._count_death(server, error, has_served)
+            again = "is lost, and started again" if name in self._wanted else "is gone"
+            self._log.logger.note(f"{name} {again}: {str(error).splitlines()[0]}")
+            self._remove(name)
+            server.enter(ServerState.GONE)
+            if server.kind == "rollout" and self._processes.starts[name]:
+                num_groups = await self._abandon(name)
+                whither = "go to other servers" if self.rollouts else "wait until a server is back: no other one runs"
+                self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
+            await self._changed.notify()
+            self._check_enough()
+            if not leaves and not has_served and self._can_wait(server):
+                await asyncio.sleep(min(RETRY_S * 2 ** min(server.failed_starts, 10), LONGEST_RETRY_S))
+                server.failed_starts += 1
+        self._processes.reservation.release(name)
+
+    def _leaves(self, server: Server) -> bool:
+        return server.state is ServerState.DRAINING or server.name not in self._wanted
+
+    async def _live(self, server: Server, is_first: bool) -> None:
         """Start a server, and log its reports until it is lost. A rollout server first waits for the learner's weights.
 
         If a process dies during the start:
-            this server     LostError is raised, and `keep` starts the server once more
-            the buffer      `abandon` asks the next buffer; `connect` only opens a socket, which reaches that one too
+            this server     LostError is raised, and `_keep` starts the server once more
+            the buffer      `connect` only opens a socket, which reaches the next buffer too
             the learner     its end ends the run, which cancels the start
 
         Raises:
             LostError: the server was lost.
         """
-        name, is_first, version = server.name, self._processes.starts[server.name] == 0, None
-        if server.kind == "rollout" and not is_first:
-            num_groups = await self._abandon(name)
-            whither = "go to other servers" if self.rollouts else "wait until a server is back: no other one runs"
-            self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
+        name, version = server.name, None
+        await self._processes.reservation.find_place(name)
         async with self._on_shared_gpu(name):
             await self._start(server)
             if server.kind != "judge":
-                await self._connect(server, buffer_address)
-            server.state, server.filled = ServerState.FILLING, asyncio.get_running_loop().create_future()
+                await self._connect(server)
+            server.filled = asyncio.get_running_loop().create_future()
+            server.enter(ServerState.FILLING)
             await self._changed.notify()
             await self._is_learner_up.wait()
             if server.kind != "judge":
-                learner, start = self._processes.actors["learner/0"], self._processes.starts[name]
-                adding: Any = learner.add_server.remote(name, server.url, start)
+                learner: Any = self._processes.actors["learner/0"]
+                adding = learner.add_server.remote(name, server.url, self._processes.starts[name])
                 await self._processes.call("learner/0", adding, self._config.timeouts.limit("silent_s"), "the addition")
             server.is_known = True
             await self._changed.notify()
             if server.kind == "rollout":
-                version = await self._filled(server)
+                version = server.version = await self._filled(server)
         if not is_first:
             self._log.restarted(name, version)
         await self._serve(server)
@@ -255,11 +345,12 @@ class ServerPool:
                 index, port = self._config.judge_names.index(name), urlsplit(server.url).port or 0
                 actor: Any = self._processes.start(name, JudgeActor, index, port)
             else:
-                actor = self._processes.start(name, server_class(name), self._config.server_names.index(name))
+                index = self._config.server_names.index(name)
+                actor = self._processes.start(name, server_class(name), index, server.attached_url)
             self._watchdog.begin(name, is_up=False)
             if not runs_here(self._config):  # else the driver has found all files before the start
                 await self._call(name, actor.find_files.remote(), timeouts.limit("batch_s"), "the models of its host")
-                if server.kind != "judge":
+                if server.kind != "judge" and not server.attached_url:
                     await self._check_memory(name, actor)
             server.url = await self._call(name, actor.start.remote(), timeouts.limit("startup_s"), "the start")
 
@@ -272,10 +363,11 @@ class ServerPool:
         """
         limit = self._config.timeouts.limit("startup_s")
         if num_bytes := await self._call(name, actor.gpu_bytes.remote(), limit, "the size of its GPU"):
-            checking: Any = self._processes.actors["learner/0"].check_server_memory.remote(num_bytes, self._gpus)
+            gpus = self._processes.reservation.gpus
+            checking: Any = self._processes.actors["learner/0"].check_server_memory.remote(num_bytes, gpus)
             await self._processes.call("learner/0", checking, limit, f"the memory of {name}")
 
-    async def _connect(self, server: Server, buffer_address: str) -> None:
+    async def _connect(self, server: Server) -> None:
         """Connect the worker of a server to the buffer and the judge's servers.
 
         Raises:
@@ -287,7 +379,7 @@ class ServerPool:
         await self._changed.wait_until(lambda: all(judge.url for judge in judges), limit, "the judge's servers")
         actor: Any = self._processes.actors[server.name]
         connecting = actor.connect.remote(
-            buffer_address, [judge.url for judge in judges], self._processes.starts[server.name]
+            self._buffer_address, [judge.url for judge in judges], self._processes.starts[server.name]
         )
         await self._call(server.name, connecting, limit, "connecting")
 
@@ -311,9 +403,11 @@ class ServerPool:
             LostError: the server is lost.
         """
         name = server.name
-        server.state = ServerState.SERVING
+        server.enter(ServerState.SERVING)
+        server.failed_starts = 0
         self.serving.add(name)
         self._proven.add(server.kind)
+        self._check_enough()
         await self._changed.notify()
         try:
             await self._compare_kv_room(name)
@@ -346,8 +440,18 @@ class ServerPool:
         except AsyncRLError as error:
             raise LostError(error) from None
 
-    def _count_death(self, server: Server, error: AsyncRLError) -> None:
-        """Count a death of a server.
+    def _remove(self, name: str) -> None:
+        """Kill the process of a lost server. The learner makes no more pushes to it."""
+        self._watchdog.forget(name)
+        self.serving.discard(name)
+        self._log.lost(name)
+        if name in self._processes.actors:
+            self._processes.kill(name)
+        if self.servers[name].is_known and name in self._config.server_names:
+            self._processes.actors["learner/0"].leave_server.remote(name, self._processes.starts[name])
+
+    def _count_death(self, server: Server, error: AsyncRLError, has_served: bool) -> None:
+        """Count a death of a server, unless it failed to start while others serve.
 
         Args:
             error: the cause of the death.
@@ -355,12 +459,114 @@ class ServerPool:
         Raises:
             AsyncRLError: `error`, if the server must not be started again. No server of its kind has ever served, or
                 a start can't help, or it has died more than placement.rollout.max_restarts times since the last step.
+                A ConfigError may come from a host that lacks files, if another server of its kind has served.
         """
-        is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
+        is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError | ConfigError)
         if not is_mendable or server.kind not in self._proven:
             raise error
+        if not has_served and self._can_wait(server):
+            return
         self._deaths[server.name] += 1
-        limit = self._config.placement.rollout.max_restarts
+        limit = self._placed.max_restarts
         if self._deaths[server.name] > limit:
             often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."
             raise type(error)(f"{error}{often if limit else ''}") from None
+
+    def _can_wait(self, server: Server) -> bool:
+        """Return whether the run can go on for a while without a server, because others of its kind serve."""
+        return any(self.servers[name].kind == server.kind for name in self.serving - {server.name})
+
+    # joining, leaving, too few
+
+    async def _look(self) -> None:
+        """Look every second for hosts that leave, for requests about servers, and for a pause that is too long.
+
+        Raises:
+            WaitTimeoutError: too few servers have served for timeouts.pause_s.
+        """
+        limit = self._config.timeouts.limit("pause_s")
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            for name, left_s in self._processes.reservation.seconds_left().items():
+                self._leave(name, min(self._placed.leave_s, left_s - SPARE_S), "its host leaves")
+            for request in take_requests(self._config.run_dir):
+                self._answer(request)
+            if self._paused_s is not None and time.monotonic() - self._paused_s > limit.seconds:
+                raise WaitTimeoutError(f"the run waited {limit} for {self._placed.fewest} rollout servers")
+
+    def _answer(self, request: ServerRequest) -> None:
+        """Do what a person has asked for, or log why not."""
+        rollouts = sorted((n for n in self._wanted if n.startswith("rollout")), key=_number)
+        match request.action:
+            case "remove" if request.name in rollouts:
+                self._wanted.discard(request.name)
+                self._leave(request.name, 0.0 if request.now else self._placed.leave_s, "a person has removed it")
+            case "max" if 1 <= request.number <= self._placed.most:
+                for name in rollouts[request.number :]:
+                    self._wanted.discard(name)
+                    self._leave(name, self._placed.leave_s, f"the run may have {request.number} servers")
+                for name in self._free_names()[: request.number - len(rollouts)]:
+                    self._join(name)
+            case "add" if bool(self._config.rollout.server_urls) and self._free_names():
+                self._join(self._free_names()[0], request.url)
+            case _:
+                self._log.logger.note(f"refused: {request}. {len(rollouts)} of {self._placed.most} servers are wanted")
+
+    def _free_names(self) -> list[str]:
+        """Return the names of rollout servers that the run does not have, and that have no process any more."""
+        names = [f"rollout/{number}" for number in range(self._placed.most)]
+        return [
+            name for name in names if name not in self._wanted
+            and (name not in self.servers or self.servers[name].state is ServerState.GONE)
+        ]
+
+    def _join(self, name: str, url: str = "") -> None:
+        self.servers[name] = Server(name, url)
+        self._wanted.add(name)
+        self._log.logger.note(f"{name} joins{url and f', at {url}'}")
+        self._begin_task(self._keep(name))
+
+    def _leave(self, name: str, limit_s: float, why: str) -> None:
+        """Let a server leave. A server that serves may first finish its groups, for at most `limit_s` seconds."""
+        server = self.servers[name]
+        if server.state is ServerState.SERVING and limit_s > 0 and server.kind == "rollout":
+            server.enter(ServerState.DRAINING)
+            self.serving.discard(name)
+            self._log.logger.note(f"{name} drains for at most {limit_s:.0f} s: {why}")
+            self._begin_task(self._drain(server, limit_s, why))
+        elif server.state not in (ServerState.DRAINING, ServerState.GONE):
+            server.enter(ServerState.DRAINING)
+            self.declare_lost(name, ProcessDiedError(f"{name} leaves: {why}"))
+
+    async def _drain(self, server: Server, limit_s: float, why: str) -> None:
+        """Wait until a server has no group any more, at most `limit_s` seconds, then declare it lost."""
+        name, start = server.name, self._processes.starts[server.name]
+        self._processes.actors["learner/0"].leave_server.remote(name, start)
+        end_s = time.monotonic() + limit_s
+        while server.state is ServerState.DRAINING and self._processes.starts[name] == start:
+            if await self._retire(name) == 0 or time.monotonic() > end_s:
+                self.declare_lost(name, ProcessDiedError(f"{name} leaves: {why}"))
+                return
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+
+    def _check_enough(self) -> None:
+        """Pause the learner while fewer servers serve than the minimum, and let it go on after that."""
+        if not (self._placed.is_elastic and self._is_learner_up.is_set()):
+            return
+        learner, count = self._processes.actors["learner/0"], len(self.rollouts)
+        if count < self._placed.fewest and self._paused_s is None and "rollout" in self._proven:
+            self._paused_s = time.monotonic()
+            self._log.logger.note(f"{count} of at least {self._placed.fewest} rollout servers serve: the learner waits")
+            if self._watchdog.note == RUNNING:
+                self._watchdog.note = f"{PAUSED}: fewer than {self._placed.fewest} rollout servers serve"
+            learner.pause.remote(NO_SERVERS)
+        elif count >= self._placed.fewest and self._paused_s is not None:
+            self._paused_s = None
+            self._log.logger.note(f"{count} rollout servers serve: the learner goes on")
+            if "rollout servers serve" in self._watchdog.note:
+                self._watchdog.note = RUNNING
+            learner.go_on.remote(NO_SERVERS)
+
+
+def _number(name: str) -> int:
+    return int(name.partition("/")[2])

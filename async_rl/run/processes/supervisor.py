@@ -53,13 +53,10 @@ class Supervisor:
     """Follows all processes until training ends: logs their reports, and starts servers and buffers again that die.
 
     Args:
-        gpus: the number of GPUs of all hosts together.
         one_by_one: whether servers share a GPU. Each measures the free memory when it starts.
     """
 
-    def __init__(
-        self, config: Config, processes: ActorGroup, log: RunLog, *, gpus: float = 0.0, one_by_one: bool = False
-    ) -> None:
+    def __init__(self, config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool = False) -> None:
         self._config = config
         self._processes = processes
         self._log = log
@@ -71,7 +68,7 @@ class Supervisor:
         self.watchdog = Watchdog(config, processes)
         self._pool = ServerPool(
             config, processes, log, self.watchdog, self._lives, self._changed, self._read_reports, self._abandon,
-            gpus=gpus, one_by_one=one_by_one,
+            self._retire, one_by_one=one_by_one,
         )
         self._evaluations = RunningEvaluations(config, processes, log, self._pool.serving, self._pool.declare_lost)
         self._is_training = False
@@ -84,7 +81,7 @@ class Supervisor:
             self.watch = RunWatch(config, processes, log, self.watchdog)
 
     def train(
-        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: Callable[[], Awaitable[None]],
+        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: Callable[[str], Awaitable[None]],
         signals: StopSignals,
     ) -> None:
         """Start the servers and the learner, and supervise all until the ranks have ended and all steps are logged.
@@ -93,7 +90,7 @@ class Supervisor:
 
         Args:
             revive_buffer: starts a new buffer after a death.
-            start_learner: starts the learner on all ranks, when every server has started.
+            start_learner: starts the learner on all ranks, when enough servers have started. It gets the name of one.
 
         Raises:
             AsyncRLError: the first error that ends the run.
@@ -108,7 +105,7 @@ class Supervisor:
             signals.is_heeded = True
 
     async def _train(
-        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: Callable[[], Awaitable[None]],
+        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: Callable[[str], Awaitable[None]],
         signals: StopSignals,
     ) -> None:
         names = list(self._processes.actors)
@@ -122,12 +119,12 @@ class Supervisor:
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 background = [self._tasks.create_task(each) for each in (
                     self._keep_buffer(revive_buffer),
-                    *(self._pool.keep(name, buffer_address) for name in self._pool.servers),
                     self._watch(signals),
                     self._end_on(stop),
                 )]
+                self._pool.begin(self._tasks, buffer_address)
                 await self._pool.until_up()
-                await start_learner()
+                await start_learner(self._pool.first_up())
                 await self._pool.until_known()
                 self._is_training = True
                 if self.watch:
@@ -137,7 +134,7 @@ class Supervisor:
                 limit, what = self._config.timeouts.limit("startup_s"), "the rollout servers' last reports"
                 await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
                 await self._evaluations.wait()
-                for task in background:
+                for task in (*background, *self._pool.tasks):
                     task.cancel()
 
     async def _follow_learner(self, name: str) -> None:
@@ -176,7 +173,7 @@ class Supervisor:
     def _on_learner_report(self, report: LearnerReport) -> None:
         match report:
             case StepDone():
-                self._pool.note_step()
+                self._pool.note_step(report)
             case ServersFilled():
                 self._pool.note_filled(report)
             case ServersLost():
@@ -197,20 +194,37 @@ class Supervisor:
     async def _abandon(self, name: str) -> int:
         """Have the buffer fail the running groups of a lost server, and return their number.
 
-        Their prompts are granted again, and the buffer refuses further requests of the lost server. If the buffer dies
-        meanwhile, the next buffer is asked.
+        Their prompts are granted again, and the buffer refuses further requests of the lost server.
 
         Raises:
             AsyncRLError: no buffer answered in time.
         """
-        timeouts, incarnation = self._config.timeouts, self._processes.starts[name] + 1
+        incarnation = self._processes.starts[name] + 1
+        return await self._ask_buffer(name, lambda buffer: buffer.abandon.remote(name, incarnation))
+
+    async def _retire(self, name: str) -> int:
+        """Have the buffer give a server no more slots, and return the number of its running groups.
+
+        Raises:
+            AsyncRLError: no buffer answered in time.
+        """
+        incarnation = self._processes.starts[name]
+        return await self._ask_buffer(name, lambda buffer: buffer.retire.remote(name, incarnation))
+
+    async def _ask_buffer(self, name: str, ask: Callable[[Any], Any]) -> int:
+        """Call the buffer about the groups of a server. If it dies meanwhile, the next buffer is asked.
+
+        Raises:
+            AsyncRLError: no buffer answered in time.
+        """
+        timeouts = self._config.timeouts
         restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
         while True:
             await self._changed.wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
             buffer: Any = self._buffer
             limit, what = timeouts.limit("buffer_s"), f"an answer about the groups of {name}"
             try:
-                return int(await self._processes.call("buffer", buffer.abandon.remote(name, incarnation), limit, what))
+                return int(await self._processes.call("buffer", ask(buffer), limit, what))
             except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
                 if self._buffer is buffer:
                     self._buffer = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
 import ray
@@ -12,7 +12,7 @@ from ray import ObjectRef
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.base.telemetry.status import RUNNING, Status, write_status
+from async_rl.base.telemetry.status import RUNNING, ServerStatus, Status, write_status
 from async_rl.run.processes.actor_group import ActorGroup
 
 WATCH_INTERVAL_S = 5.0
@@ -33,6 +33,8 @@ class Watchdog:
         self._questions: dict[str, asyncio.Task[Status | None]] = {}
         self.note = RUNNING
         """The state of the whole run: that it is running, or why it is paused."""
+        self.servers: Callable[[], Sequence[ServerStatus]] = tuple
+        """Returns the states of the servers."""
         self.alarms = ""
         """The run's alarms as text; empty if there was none."""
 
@@ -88,7 +90,7 @@ class Watchdog:
             self._processes.place(name, self._statuses[name])
             for name in self._processes.actors if name in self._statuses
         ]
-        write_status(self._config.run_dir, known, note, self.alarms)
+        write_status(self._config.run_dir, known, note, self.alarms, self.servers())
 
     def _silent(self, unanswered: Set[str]) -> list[tuple[str, AsyncRLError]]:
         """Return (name, error) of each process in `unanswered` that has been silent for too long.

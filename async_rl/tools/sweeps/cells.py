@@ -231,7 +231,7 @@ def sets_one_of(key: str, keys: Iterable[str]) -> bool:
     """Return whether a dotted key is in `keys`, or in a section that is in `keys`."""
     return f"{key}.".startswith(tuple(f"{each}." for each in keys))
 
-PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
+PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_urls")
 """The config keys that determine where a cell runs. The cells of a sweep may differ in them."""
 _ENDS = ("startup_s", "batch_s", "push_s", "buffer_s", "silent_s", "shutdown_s", "pause_s", "interrupt_s")
 """The timeouts that only determine whether a run ends. The other timeouts affect episodes too."""

@@ -32,7 +32,7 @@ from rollout_server.engines.sglang.launch import server_flags, sglang_process, s
 
 
 class SGLangEngine(HttpEngine):
-    """The `Engine` of rollout.engine=sglang: starts an SGLang server, or uses the running server at rollout.server_url.
+    """The `Engine` of rollout.engine=sglang: starts an SGLang server, or uses a running one (rollout.server_urls).
     """
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
@@ -112,31 +112,31 @@ def attach_server(admin: HttpAdmin, config: Config, support_ids: int = 0) -> Non
     try:
         is_disabled = admin.server_info().get("disable_overlap_schedule")
         check(
-            is_disabled is True or config.weight_sync.on_update != "in_place", "rollout.server_url", admin.url,
+            is_disabled is True or config.weight_sync.on_update != "in_place", "rollout.server_urls", admin.url,
             "a server with --disable-overlap-schedule for weight_sync.on_update in_place",
             "Else it tags tokens with versions that did not sample them. Or set weight_sync.on_update: retract.",
         )
         check(
-            not (config.rollout.stop and admin.server_info().get("skip_tokenizer_init")), "rollout.server_url",
+            not (config.rollout.stop and admin.server_info().get("skip_tokenizer_init")), "rollout.server_urls",
             admin.url,
             "a server without --skip-tokenizer-init for rollout.stop", "It has to read the text of its replies.",
         )
         most = admin.server_info().get("sampling_mask_max_tokens", 0) if support_ids else 0
         check(
-            most >= support_ids, "rollout.server_url", admin.url,
+            most >= support_ids, "rollout.server_urls", admin.url,
             f"a server of SGLang 0.5.21 or newer with --sampling-mask-max-tokens {support_ids} or more",
             f"It gives {most} of the ids that a token was drawn from (algorithm.support replay). Or set "
             f"algorithm.support: ignore{f', or rollout.top_k: {most}' if most else ''}.",
         )
         records = recorded_experts(config) is not None
         check(
-            not records or bool(admin.server_info().get("enable_return_routed_experts")), "rollout.server_url",
+            not records or bool(admin.server_info().get("enable_return_routed_experts")), "rollout.server_urls",
             admin.url, "a server with --enable-return-routed-experts for rollout.routing replay",
             "Else it does not say which experts it has used. Or set rollout.routing: ignore.",
         )
         check(
             not records or config.weight_sync.on_update != "retract", "weight_sync.on_update", "retract",
-            "another policy with rollout.server_url, rollout.routing replay and a mixture of experts",
+            "another policy with rollout.server_urls, rollout.routing replay and a mixture of experts",
             "After a retraction SGLang returns the experts of its newest weights for all tokens. Or set "
             "rollout.routing: ignore.",
         )
@@ -153,7 +153,7 @@ def attach_server(admin: HttpAdmin, config: Config, support_ids: int = 0) -> Non
         version = admin.served_version()
     except WeightSyncError as error:
         raise WeightSyncError(
-            f"rollout.server_url {admin.url} can't be used: {error}. Is an SGLang server running there?"
+            f"rollout.server_urls {admin.url} can't be used: {error}. Is an SGLang server running there?"
         ) from error
     if version != "0":
         raise WeightSyncError(

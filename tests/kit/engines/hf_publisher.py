@@ -21,7 +21,7 @@ def main(transport: str, url: str, folder: str, run_dir: str) -> None:
     config = changed(config, weight_sync=sync, run={"dir": run_dir})
     model = sharp_model("tiny-qwen2", 5).eval()
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
-    publisher.connect()
+    publisher.transport.connect()
     print("connected", flush=True)
     input()
     report = publisher.push(model.named_parameters(), version=3)

@@ -28,7 +28,7 @@ class EngineInThread:
     @property
     def overrides(self) -> list[str]:
         """The overrides of a config that make a run use this server, and no other."""
-        return [f"rollout.server_url={self.engine.url}", f"network.keys={self.config.network.keys}"]
+        return [f"rollout.server_urls=[{self.engine.url}]", f"network.keys={self.config.network.keys}"]
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float = 120.0) -> Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)

@@ -80,9 +80,7 @@ def keep_most_values(model: PreTrainedModel, before: PreTrainedModel, seed: int)
 
 
 def connected(config: Config, url: str) -> WeightPublisher:
-    publisher = open_publisher(config, [url], 0, torch.device("cpu"))
-    publisher.connect()
-    return publisher
+    return open_publisher(config, [url], 0, torch.device("cpu"))
 
 
 def deliver(publisher: WeightPublisher, version: int) -> PushReport:

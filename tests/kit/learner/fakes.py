@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
@@ -27,9 +26,11 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.is_ready = False
+        """Whether every batch is there before it is asked for, so that nothing interrupts the wait for it."""
 
     def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
-        if interrupted():
+        if not self.is_ready and interrupted():
             return []
         self.calls.append(("take", version))
         return [bytes([version])]
@@ -54,17 +55,18 @@ class FakeClient:
 class FakePublisher:
     """Keeps what was pushed last and joins the client's list of calls."""
 
-    def __init__(self, name: str = "rollout/0", url: str = "http://x") -> None:
-        self.calls: list[tuple[str, int]] = []
+    def __init__(self, filled_for: FakePublisher | None = None) -> None:
+        self.calls: list[tuple[str, int]] = filled_for.calls if filled_for else []
+        self._pushes = "fill" if filled_for else "push"
+        self.filler = None if filled_for else FakePublisher(self)
+        """Brings servers their first weights."""
         self.weights: dict[str, Tensor] = {}
         self.verified: list[tuple[list[int], list[float]]] = []
-        self.members = Members(make_config(), {name: url})
+        self.members = Members(make_config())
         self.rank = 0
-        self.device = torch.device("cpu")
+        self.transport = SimpleNamespace(disconnect=lambda: None)
         self.dies_next = ""
         """Name of a server that the next push drops."""
-        self.dies_at_start = ""
-        """Name of a server that dies while the learner starts."""
         self.dies_before_verification = False
         """Whether all servers die between the next push and its verification."""
         self.differs_next = ""
@@ -76,14 +78,6 @@ class FakePublisher:
         self.seconds = 0.5
         """How long a push takes, by its report."""
 
-    def connect(self) -> PushReport:
-        self.members.apply_reports()
-        self.calls.append(("connect", -1))
-        if lost := self.dies_at_start:
-            self.dies_at_start = ""
-            return PushReport(lost=self.members.remove([lost]), cause=f"{lost} did not answer")
-        return PushReport()
-
     def release_server_memory(self) -> None:
         self.members.apply_reports()
         self.released += [member.url for member in self.members.current]
@@ -93,17 +87,15 @@ class FakePublisher:
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool, compares: bool
     ) -> PushReport:
         self.members.apply_reports()
-        self.calls.append(("push", version))
+        self.calls.append((self._pushes, version))
         if erases or compares:
             self.checked.append((version, erases, compares))
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}
         if lost := self.dies_next:
             self.dies_next = ""
-            return PushReport(lost=self.members.remove([lost]))
-        self.members.note_served()
-        return PushReport(
-            seconds=self.seconds, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
-        )
+            return PushReport(lost=self.members.remove([lost]), cause=f"{lost} did not answer")
+        spans = tuple(Span(name, "sync", 1.0, 2.0) for name in self.members.names)
+        return PushReport(seconds=self.seconds, pause_s=0.25, num_bytes=7, spans=spans)
 
     def verify(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> bool:
         if self.dies_before_verification:
@@ -122,22 +114,17 @@ class FakePublisher:
         pass
 
 
-def until_someone_waits(servers: Members) -> None:
-    deadline = time.monotonic() + 60
-    while not servers.someone_waits():
-        assert time.monotonic() < deadline, "no server has asked to join within a minute"
-        time.sleep(0.002)
-
-
 def pushed_bytes(report: LearnerReport) -> list[float]:
     """Bytes of each push that the report tells of."""
     assert isinstance(report, StepDone | TrainingEnded)
     return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
 
 
-def open_learner(
-    path: Path, buffer_address: str = "tcp://127.0.0.1:1", engine_urls: Sequence[str] = ("http://x",), **overrides: Any
-) -> Learner:
+def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
+    """A learner whose servers have started and wait for their first weights."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = learner_config(path, **overrides)
-    return Learner(config, 0, 1, *listener.getsockname(), buffer_address, list(engine_urls), listener=listener)
+    learner = Learner(config, 0, 1, *listener.getsockname(), buffer_address, listener=listener)
+    for name in config.server_names:
+        learner.servers[name.partition("/")[0]].join(name, f"http://{name}", 1)
+    return learner

@@ -19,9 +19,9 @@ from tests.kit.learner.batches import make_batch
 
 
 def rank_main(rank: int, ranks: int, servers: int, model: str, out: str, urls: list[str]) -> None:
-    """Push versions 1, 2 and 3, the last to a server in place of rollout/1 too; write what the rank saw to `out`.
+    """Fill the servers with version 0, and push versions 1, 2 and 3; write what the rank saw to `out`.
 
-    `urls` has one more than `servers`, which is the one that comes back.
+    Before version 3 another server in place of rollout/1 is filled. It has the last of `urls`, one more than `servers`.
     """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -35,17 +35,34 @@ def rank_main(rank: int, ranks: int, servers: int, model: str, out: str, urls: l
         weight_sync={"transport": "cuda_ipc", "bucket_bytes": 4_000, "verify_every": 0},  # they know no sums
     )
     updater = Updater(config, torch.device("cpu"))
-    pusher = open_pushers(config, updater, urls[:servers], rank)["rollout"]
-    found: dict[str, Any] = {"pid": os.getpid(), "lost": [], "bytes": [], "weights": []}
+    pusher = open_pushers(config, updater, rank)["rollout"]
+    found: dict[str, Any] = {"pid": os.getpid(), "filled": [], "lost": [], "bytes": [], "weights": []}
+
+    def join(number: int, url: str, start: int) -> None:
+        if rank == 0:
+            pusher.members.join(f"rollout/{number}", url, start)
+
+    def fill(version: int) -> None:
+        _, events = pusher.fill(version)
+        found["filled"].append([list(server) for event in events for server in event.servers])
+
+    def note_weights() -> None:
+        gathered = full_parameters(updater.policy, torch.float32)
+        found["weights"].append({name: tensor.clone() for name, tensor in gathered})
+
+    for number, url in enumerate(urls[:servers]):
+        join(number, url, 1)
+    fill(0)
+    note_weights()
     for version in (1, 2, 3):
+        if version == 3:
+            join(1, urls[servers], 2)
+            fill(2)
         updater.update(make_batch(version, version))
-        if version == 3 and rank == 0:
-            pusher.members.add("rollout/1", urls[servers])
         report, lost = pusher.push(version)
         found["lost"].append([name for each in lost for name, _ in each.servers])
         found["bytes"].append(report.num_bytes)
-        gathered = full_parameters(updater.policy, torch.float32)
-        found["weights"].append({name: tensor.clone() for name, tensor in gathered})
+        note_weights()
     torch.save(found, f"{out}/rank-{rank}.pt")
     dist.destroy_process_group()
 

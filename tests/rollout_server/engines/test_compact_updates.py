@@ -47,7 +47,6 @@ def open_for(engines: list[EngineInThread], run_dir: Path, count: int = 1, **syn
         weight_sync={"transport": "disk", "bucket_bytes": 100_000, **sync},
     )
     publisher = open_publisher(config, [engine.engine.url for engine in engines[:count]], 0, CPU)
-    publisher.connect()
     return publisher
 
 

@@ -88,6 +88,44 @@ def test_utilisation_is_the_mean_over_pools_and_total_counts_each_pool_once() ->
         assert math.fsum(of_kind) == pytest.approx(1.0)
 
 
+intervals = st.lists(times, min_size=2, max_size=6, unique=True).map(sorted).map(
+    lambda edges: list(zip(edges[::2], edges[1::2], strict=False))
+)
+
+
+@given(spans_of_a_pool, st.lists(times, min_size=2, max_size=6, unique=True), intervals)
+def test_a_pool_that_comes_and_goes_has_the_shares_of_the_time_in_which_it_was_there(
+    spans: list[Span], edges: list[float], there: list[tuple[float, float]]
+) -> None:
+    edges.sort()
+    in_parts, spent_s, there_s = Usage(), dict.fromkeys(STATES, 0.0), 0.0
+    for start_s, end_s in pairwise(edges):  # as a run adds its steps, without a pool that has not been there yet
+        known = [POOL] if any(first_s < end_s for first_s, _ in there) else []
+        in_parts.add(spans if known else [], (), start_s, end_s, pools=known, there={POOL: there} if known else {})
+    for first_s, last_s in there:
+        if (start_s := max(first_s, edges[0])) < (end_s := min(last_s, edges[-1])):
+            there_s += end_s - start_s
+            for state, from_s, to_s in state_changes(spans, start_s, end_s):
+                spent_s[state] += to_s - from_s
+    if there_s < 1e-3:  # too short to tell
+        return
+    found = in_parts.shares()[POOL]
+    assert found == pytest.approx({state: spent / there_s for state, spent in spent_s.items()}, abs=1e-6)
+    assert math.fsum(found.values()) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_pools_count_by_the_time_in_which_they_were_there() -> None:
+    usage = Usage().add([Span("rollout/0", "busy", 0, 10)], (), 0, 10, there={"rollout/0": [(0, math.inf)]})
+    usage.add(
+        [Span("rollout/0", "busy", 10, 16), Span("rollout/1", "busy", 15, 20)], (), 10, 20,
+        there={"rollout/0": [(0, 16)], "rollout/1": [(14, math.inf)]},
+    )
+    values = reduce_metrics(usage.metrics())
+    assert usage.shares()["rollout/1"]["busy"] == pytest.approx(5 / 6)
+    assert values["utilisation/rollout"] == pytest.approx((16 + 5) / (16 + 6))
+    assert values["utilisation/rollout/other"] == pytest.approx(1 / (16 + 6))
+
+
 def test_a_span_is_recorded_also_when_its_body_raises_and_is_handed_out_once() -> None:
     timeline = Timeline(POOL)
     with pytest.raises(KeyError), timeline.span("busy", "step"):

@@ -1,4 +1,4 @@
-"""Which servers get the next push, and whose wait for the weights it ends. Calls to several servers in parallel."""
+"""Which servers get the next push, which wait for their first weights, and calls to several servers in parallel."""
 
 from __future__ import annotations
 
@@ -13,127 +13,103 @@ from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights.cuda_ipc import CudaIpcTransport
 from async_rl.base.weights.members import Member, Members, find_silent, start_together, wait_for_all
 from tests.kit.configs import make_config
-from tests.kit.learner.fakes import until_someone_waits
 from tests.kit.publishers import CONFIG, publisher_for
 
 PUSH = Limit(30.0, "timeouts.push_s")
-URLS = {"rollout/0": "http://a", "rollout/1": "http://old"}
 
 
-def joining(members: Members, results: list[str], url: str = "http://new") -> threading.Thread:
-    def join() -> None:
-        try:
-            members.join("rollout/1", url, Limit(10.0, "timeouts.batch_s"))
-            results.append("current")
-        except WeightSyncError:
-            results.append("died")
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    until_someone_waits(members)
-    return thread
+def first_two() -> Members:
+    return Members(CONFIG, {"rollout/0": "http://a", "rollout/1": "http://b"})
 
 
-def urls(members: Members) -> dict[str, str]:
-    return {member.name: member.url for member in members.current}
-
-
-def test_a_server_has_joined_when_a_push_has_reached_it() -> None:
-    members, results = Members(CONFIG, URLS), list[str]()
-    thread = joining(members, results)
-    assert urls(members) == URLS, "reports are applied between two pushes"
+def test_a_server_that_joins_waits_for_its_first_weights_and_then_gets_the_next_push() -> None:
+    members = first_two()
+    before = members.current
+    members.join("rollout/2", "http://c", 1)
     members.apply_reports()
-    assert urls(members) == {"rollout/0": "http://a", "rollout/1": "http://new"}
-    assert not results
-    members.note_served()
-    thread.join()
-    assert results == ["current"]
-    assert not members.someone_waits()
-
-
-def test_a_server_that_dies_in_its_first_push_fails_to_join() -> None:
-    members, results = Members(CONFIG, URLS), list[str]()
-    thread = joining(members, results)
-    members.apply_reports()
-    assert members.remove(["rollout/1"]) == (Member("rollout/1", "http://new", 1),)
-    thread.join()
-    assert results == ["died"]
-
-
-@pytest.mark.parametrize("url", ["http://new", "http://old"])
-def test_a_push_that_lost_a_server_does_not_fail_its_replacement(url: str) -> None:
-    """The driver learns of the death first, and the replacement waits before the push that hung has ended."""
-    members, results = Members(CONFIG, URLS), list[str]()
-    members.leave("rollout/1")
-    thread = joining(members, results, url)
-    members.remove(["rollout/1"])
-    members.note_served()
-    assert members.someone_waits() and not results
-    members.apply_reports()
-    assert urls(members) == {"rollout/0": "http://a", "rollout/1": url}
-    members.note_served()
-    thread.join()
-    assert results == ["current"]
-
-
-def test_a_server_that_joins_during_a_push_waits_for_the_next() -> None:
-    members, results = Members(CONFIG, URLS), list[str]()
-    thread = joining(members, results)
-    members.note_served()
-    assert not results and members.someone_waits()
-    members.apply_reports()
-    members.note_served()
-    thread.join()
+    assert members.current == before and members.someone_waits()
+    joined = members.take_joining()
+    assert joined == (Member("rollout/2", "http://c", 1),)
+    assert members.current == before and not members.someone_waits() and members.take_joining() == ()
+    members.admit(joined)
+    assert members.current == (*before, *joined)
 
 
 def test_a_server_that_left_gets_no_push() -> None:
-    members = Members(CONFIG, URLS)
-    members.leave("rollout/0")
+    members = first_two()
+    members.leave("rollout/0", 1)
+    assert members.names == ("rollout/0", "rollout/1"), "reports are applied between two pushes"
     members.apply_reports()
-    assert urls(members) == {"rollout/1": "http://old"}
-    members.leave("rollout/1")
+    assert members.names == ("rollout/1",)
+    members.leave("rollout/1", 1)
     members.apply_reports()
     assert not members
 
 
-def test_a_server_that_dies_while_waiting_is_distinguished_from_its_replacement() -> None:
-    members, results = Members(CONFIG, {}), list[str]()
-    first = joining(members, results, "http://first")
-    members.leave("rollout/1")
-    first.join()
-    second = joining(members, results)
+def test_a_server_that_left_before_it_was_filled_is_not_filled() -> None:
+    members = first_two()
+    members.join("rollout/2", "http://c", 1)
+    members.leave("rollout/2", 1)
+    assert not members.someone_waits() and members.take_joining() == ()
+
+
+def test_a_server_that_left_while_it_was_filled_gets_no_push() -> None:
+    members = first_two()
+    members.join("rollout/2", "http://c", 1)
+    joined = members.take_joining()
+    members.leave("rollout/2", 1)
+    members.admit(joined)
+    assert members.names == ("rollout/0", "rollout/1")
+
+
+@pytest.mark.parametrize("url", ["http://b", "http://new"])
+def test_the_loss_of_an_earlier_start_removes_no_successor(url: str) -> None:
+    """The driver reports the loss late or twice, or a push has lost the server before. The URL may be the same."""
+    members = first_two()
+    members.remove(["rollout/1"])
+    members.leave("rollout/1", 1)
+    members.join("rollout/1", url, 2)
+    members.leave("rollout/1", 1)
+    assert members.someone_waits()
     members.apply_reports()
-    members.note_served()
-    second.join()
-    assert results == ["died", "current"]
+    joined = members.take_joining()
+    members.leave("rollout/1", 1)
+    members.admit(joined)
+    members.leave("rollout/1", 1)
+    members.apply_reports()
+    assert joined == (Member("rollout/1", url, 2),) == members.current[1:]
 
 
-def test_joining_without_a_push_times_out_and_names_the_server() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"rollout/3 .*timeouts\.batch_s"):
-        Members(CONFIG, {}).join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))
+def test_a_server_that_is_lost_while_it_was_filled_leaves_its_name_to_the_next_start() -> None:
+    members = first_two()
+    members.join("rollout/2", "http://c", 1)
+    joined = members.take_joining()
+    members.leave("rollout/2", 1)
+    members.join("rollout/2", "http://d", 2)
+    members.admit(joined)
+    assert members.names == ("rollout/0", "rollout/1")
+    assert members.take_joining() == (Member("rollout/2", "http://d", 2),)
 
 
-@pytest.mark.parametrize("url", ["http://old", "http://new"])
+@pytest.mark.parametrize("url", ["http://b", "http://new"])
 def test_a_server_that_was_started_again_is_another_member_also_at_its_url(url: str) -> None:
-    members = Members(CONFIG, URLS)
+    members = first_two()
     before, admin = members.current, members.admin("rollout/1")
-    members.leave("rollout/1")
-    members.add("rollout/1", url)
-    members.apply_reports()
-    assert members.current == (before[0], Member("rollout/1", url, 1))
+    members.admit([Member("rollout/1", url, 2)])
+    assert members.current == (before[0], Member("rollout/1", url, 2))
     assert members.admin("rollout/1") is not admin
 
 
-def test_what_is_known_of_a_server_that_waits_for_its_push_is_kept() -> None:
+def test_what_is_known_of_a_member_is_kept_while_others_join_and_leave() -> None:
     """For example, that it has released its memory for a step."""
-    members = Members(CONFIG, URLS)
-    joined = members.add("rollout/1", "http://new")
-    members.apply_reports()
+    members = first_two()
     admin = members.admin("rollout/1")
+    members.admit([Member("rollout/2", "http://c", 1)])
+    members.leave("rollout/0", 1)
     members.apply_reports()
-    assert members.admin("rollout/1") is admin and members.someone_waits()
-    members.note_served()
-    assert joined.done()
+    assert members.remove(["rollout/2"]) == (Member("rollout/2", "http://c", 1),)
+    assert members.current == (Member("rollout/1", "http://b", 1),)
+    assert members.admin("rollout/1") is admin
 
 
 def test_a_server_that_misses_a_single_probe_is_not_taken_for_dead() -> None:

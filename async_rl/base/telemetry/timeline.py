@@ -17,12 +17,13 @@ The driver maps the times of other hosts to its own clock by `HostClocks`, and w
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -106,18 +107,22 @@ class Timeline:
 class Usage:
     """For a window of time: the share that each pool spent in each state, and the mean of each kind of sample.
 
-    Time without a span counts as `other`. Where spans overlap, PRIORITY decides. So the shares of a pool add up to 1.
+    Each pool has its own window: the part of the time in which it was there. Time without a span counts as `other`.
+    Where spans overlap, PRIORITY decides. So the shares of a pool add up to 1.
     """
 
     def __init__(self) -> None:
         self._window_s = 0.0
+        self._absent_s: dict[str, float] = {}
+        """For how much of the window each pool was not there."""
         self._spent_s: dict[str, dict[State, float]] = {}
         """The time that each pool spent in each state, except in the state `other`."""
         self._samples: dict[str, tuple[float, int]] = {}
         """The sum and the number of the samples, by the key of their metric."""
 
     def add(
-        self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float, pools: Iterable[str] = ()
+        self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float,
+        pools: Iterable[str] = (), there: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     ) -> Self:
         """Extend the window by the time [start_s, end_s), with start_s < end_s; returns this object.
 
@@ -126,18 +131,26 @@ class Usage:
 
         Args:
             pools: further pools, which were in the state `other` if they have no span.
+            there: [pool] the intervals in which it was there. A pool without an entry was there all the time.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
-        self._window_s += end_s - start_s
         by_pool: dict[str, list[Span]] = {pool: [] for pool in pools}
         for span in spans:
             by_pool.setdefault(span.pool, []).append(span)
         for pool, of_pool in by_pool.items():
-            spent_s = self._spent_s.setdefault(pool, {})
-            for state, first_s, last_s in state_changes(of_pool, start_s, end_s):
-                if state != "other":
-                    spent_s[state] = spent_s.get(state, 0.0) + last_s - first_s
+            if pool not in self._spent_s:  # if it may join, it has joined just now
+                self._absent_s[pool] = self._window_s if there and pool in there else 0.0
+                self._spent_s[pool] = {}
+            cut = [(max(a, start_s), min(b, end_s)) for a, b in (there or {}).get(pool, [(start_s, end_s)])]
+            cut = [(first_s, last_s) for first_s, last_s in cut if first_s < last_s]
+            self._absent_s[pool] += end_s - start_s - math.fsum(last_s - first_s for first_s, last_s in cut)
+            spent_s = self._spent_s[pool]
+            for window in cut:
+                for state, first_s, last_s in state_changes(of_pool, *window):
+                    if state != "other":
+                        spent_s[state] = spent_s.get(state, 0.0) + last_s - first_s
+        self._window_s += end_s - start_s
         for sample in samples:
             if start_s <= sample.time_s < end_s:
                 key = f"{sample.name}/{_kind(sample.pool)}"
@@ -146,31 +159,45 @@ class Usage:
         return self
 
     def shares(self) -> dict[str, dict[State, float]]:
-        """Return {pool: {state: share of the window}}, with every state, and pools sorted by name."""
+        """Return {pool: {state: share of its window}}, with every state, and pools sorted by name.
+
+        Pools that were never there are left out.
+        """
         shares: dict[str, dict[State, float]] = {}
         for pool, spent_s in sorted(self._spent_s.items()):
-            rest_s = max(0.0, self._window_s - sum(spent_s.values()))  # rounding may make it negative
+            if (window_s := self._there_s(pool)) <= 0:
+                continue
+            rest_s = max(0.0, window_s - sum(spent_s.values()))  # rounding may make it negative
             shares[pool] = {
-                state: (rest_s if state == "other" else spent_s.get(state, 0.0)) / self._window_s for state in STATES
+                state: (rest_s if state == "other" else spent_s.get(state, 0.0)) / window_s for state in STATES
             }
         return shares
+
+    def _there_s(self, pool: str) -> float:
+        """Return the length of a pool's window, which is 0 if only rounding is left of it."""
+        there_s = self._window_s - self._absent_s[pool]
+        return there_s if there_s > 1e-12 * self._window_s else 0.0
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of utilisation. A pool's kind is the part of its name before `/`.
 
         `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean share
-        of another state, `utilisation/total` the mean busy share over all pools. `<name>/<kind>` is the mean of all
-        samples with that name in the kind's pools.
+        of another state, `utilisation/total` the mean busy share over all pools. Pools are weighted by their windows.
+        `<name>/<kind>` is the mean of all samples with that name in the kind's pools.
         """
         shares = self.shares()
         values: dict[str, float] = {}
+
+        def mean(state: State, pools: Collection[str]) -> float:
+            return fmean((shares[pool][state] for pool in pools), (self._there_s(pool) for pool in pools))
+
         for kind in dict.fromkeys(map(_kind, shares)):
-            pools = [of_pool for pool, of_pool in shares.items() if _kind(pool) == kind]
+            pools = [pool for pool in shares if _kind(pool) == kind]
             for state in STATES:
                 key = f"utilisation/{kind}" if state == "busy" else f"utilisation/{kind}/{state}"
-                values[key] = fmean(pool[state] for pool in pools)
+                values[key] = mean(state, pools)
         if shares:
-            values["utilisation/total"] = fmean(of_pool["busy"] for of_pool in shares.values())
+            values["utilisation/total"] = mean("busy", shares)
         values |= {key: total / number for key, (total, number) in self._samples.items()}
         return [Metric(key, value, by=TIME, unit="share") for key, value in values.items()]
 

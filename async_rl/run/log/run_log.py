@@ -230,8 +230,17 @@ class RunLog:
         """
         weights = f", with the weights of version {version}" if version is not None else ""
         self.logger.note(f"{process} is back{weights}")
-        back_s = time.monotonic()
-        self.timeline.add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
+        if lost_s := self._lost_s.pop(process, None):
+            self.timeline.add_spans([Span(process, "other", lost_s, time.monotonic(), RESTART)])
+
+    def joined(self, process: str) -> None:
+        """Called when a server begins to serve: its time counts from now on, unless it does already."""
+        self.timeline.joined(process)
+
+    def left(self, process: str) -> None:
+        """Called when a server has left with its resources: its time counts no more until it joins again."""
+        self._lost_s.pop(process, None)
+        self.timeline.left(process)
 
     def close_overdue(self) -> None:
         """Log the steps that have waited timeouts.silent_s for reports, without these reports, and print that.

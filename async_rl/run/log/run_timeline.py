@@ -33,6 +33,8 @@ class RunTimeline:
         self._recent: dict[str, list[Span]] = {}
         """For each pool: the spans that ended after the last step but one. Adjacent spans of one state are merged.
         A pool without spans is kept, because its server is lost and may return."""
+        self._there: dict[str, list[tuple[float, float]]] = {}
+        """For each server's pool: the times from joining to leaving. The last one may be open, with infinity."""
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
         self._sample_gap_s = 0.0
@@ -40,6 +42,17 @@ class RunTimeline:
         self._sampled_s: dict[tuple[str, str], float] = {}
         """The time of the newest sample that was kept, by (pool, name)."""
         self._clocks = HostClocks()
+
+    def joined(self, pool: str) -> None:
+        """Record that a pool is there from now on, unless it is already."""
+        there = self._there.setdefault(pool, [])
+        if not there or there[-1][1] < math.inf:
+            there.append((time.monotonic(), math.inf))
+
+    def left(self, pool: str) -> None:
+        """Record that a pool is there no more."""
+        if there := self._there.get(pool):
+            there[-1] = (there[-1][0], min(there[-1][1], time.monotonic()))
 
     def add(self, report: TimedReport) -> list[Span]:
         """Add the spans and samples of a report. Returns the spans with times of the driver's clock."""
@@ -104,7 +117,8 @@ class RunTimeline:
         start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
         if end_s > start_s:
             spans = [span for recent in self._recent.values() for span in recent]
-            usage.add(spans, self._samples, start_s, end_s, pools=self._recent)  # a lost server has no spans
+            # a lost server has no spans
+            usage.add(spans, self._samples, start_s, end_s, pools=self._recent, there=self._there)
         return usage
 
     def _write_trace(self, until_s: float) -> None:

@@ -339,6 +339,10 @@ class Reservation:
         while not self._is_placed(server):
             await asyncio.sleep(PLACE_INTERVAL_S)
 
+    def has_host(self, server: str) -> bool:
+        """Return whether the host of a server's last start is there and does not leave."""
+        return server not in self._groups or self._is_placed(server)
+
     def release(self, server: str) -> None:
         """Give the resources of a server back to Ray, which ends its process."""
         from ray.util import remove_placement_group

@@ -260,6 +260,8 @@ class ServerPool:
                 num_groups = await self._abandon(name)
                 whither = "go to other servers" if self.rollouts else "wait until a server is back: no other one runs"
                 self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
+            if leaves or not self._processes.reservation.has_host(name):
+                self._log.left(name)
             await self._changed.notify()
             self._check_enough()
             if not leaves and not has_served and self._can_wait(server):
@@ -407,6 +409,8 @@ class ServerPool:
         server.failed_starts = 0
         self.serving.add(name)
         self._proven.add(server.kind)
+        if server.kind != "judge":
+            self._log.joined(name)
         self._check_enough()
         await self._changed.notify()
         try:

@@ -58,7 +58,8 @@ class DriverRequests:
     def go_on(self, waits_on: str = A_PERSON) -> None:
         """Ask the learner to end the pause that waits on `waits_on`. Another pause may hold it still."""
         self._pauses.discard(waits_on)
-        self._changed.set()
+        if not self._pauses:
+            self._changed.set()
 
     @property
     def waits_on(self) -> str:

@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from async_rl.base.config import Limit, TimeoutsConfig
+from async_rl.base.config import Limit
 from async_rl.base.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.base.telemetry.status import Status, format_status, write_status
 from async_rl.pipeline import close_buffer, evaluate_trained
-from async_rl.run.processes import supervisor as supervision
-from async_rl.run.processes import watchdog
-from async_rl.run.processes.supervisor import Supervisor
 from benchmarks.marked_command import wait_until
-from tests.kit.fake_actors import Buffer, FakeRun, JudgeServer, Rollout, ends_when, stop, tells_when
+from tests.kit.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
+StartRun = Callable[..., FakeRun]
+BACK = "rollout/0 is back, with the weights of version 5"
 
 
-@pytest.fixture
-def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervision, "server_class", lambda _: Rollout)
-    monkeypatch.setattr("async_rl.run.processes.judge_actor.JudgeActor", JudgeServer)
-    monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
-    runs: list[FakeRun] = []
-
-    def start(
-        servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, evals: int = 0,
-        judges: int = 0, **more_s: float,
-    ) -> FakeRun:
-        timeouts = TimeoutsConfig(silent_s=silent_s, **more_s)
-        runs.append(FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals, judges))
-        return runs[0]
-
-    yield start
-    for run in runs:
-        run.processes.stop(1.0)
-        run.log.close()
-
-
-def test_a_rank_that_dies_while_a_server_joins_is_named_and_not_its_peer_that_fails(start_run: Any) -> None:
+def test_a_rank_that_dies_while_a_server_joins_is_named_and_not_its_peer_that_fails(start_run: StartRun) -> None:
     run = start_run(ranks=2)
-    run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-has no weights to give")
-    thread = tells_when(run, lambda: "rollout/0 connected" in happened(run), "learner-0-dies", "learner-1-fails")
+    run.tell("rollout-0-answers", "learner-0-has no weights to give")
+    thread = tells_when(run, lambda: run.states()["rollout/0"] == "filling", "learner-0-dies", "learner-1-fails")
     with pytest.raises(ProcessDiedError) as caught:
         run.train()
     thread.join(5)
     text = str(caught.value)
     assert text.startswith("learner/0 on 10.0.0.9 died") and "last words of learner-0" in text
-    assert num_lost(run) == 1
+    assert num_lost(run) == 0
 
 
-def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_can(start_run: Any) -> None:
+def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_can(start_run: StartRun) -> None:
     run = start_run(silent_s=2)
     run.tell("rollout-0-answers")
     deaths: list[ProcessKilledError] = []
@@ -69,88 +48,101 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_ca
         ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
         stop(run.processes.actors["buffer"])
 
-    pid = stop(run.processes.actors["buffer"])
+    pids: list[int] = []
+
+    def stop_the_first() -> bool:
+        if run.log.version > 2:
+            pids.append(stop(run.processes.actors["buffer"]))
+        return bool(pids)
+
+    thread = tells_when(run, stop_the_first)
     with pytest.raises(ProcessKilledError, match=r"^buffer on 10\.0\.0\.9 .*timeouts\.silent_s"):
         run.train(revive)
+    thread.join(5)
     assert len(deaths) == 2
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60, "Ray to kill it")
+    wait_until(lambda: not Path(f"/proc/{pids[0]}").exists(), 60, "Ray to kill it")
 
 
 @pytest.mark.nightly  # in CI: e2e/test_kills.py
-def test_a_dropped_server_is_started_again_once_and_an_overdue_learner_ends_the_run(start_run: Any) -> None:
+def test_a_dropped_server_is_started_again_once_and_an_overdue_learner_ends_the_run(start_run: StartRun) -> None:
     run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server")
-    back = "rollout/0 is back, with the weights of version 5"
-    # The learner goes on to report the loss of the old one.
-    thread = tells_when(run, lambda: back in run.notes and run.log.version > 10, "learner-0-is overdue")
+    thread = tells_when(
+        run, lambda: BACK in run.notes and (run.folder / "learner-0-has told its news").exists(), "learner-0-is overdue"
+    )
+    told = tells_when(run, lambda: BACK in run.notes, "learner-0-is late with news")
     with pytest.raises(WaitTimeoutError, match=r"^learner/0 on 10\.0\.0\.9 .* 19\d\d s on buffer, .* 1800 s") as caught:
         run.train()
     thread.join(5)
     assert "last words of learner-0" in str(caught.value)
-    assert num_lost(run) == run.notes.count(back) == 1
-    assert any("(the network was cut)" in note for note in run.notes)
-    # A request of the dead one may have been on its way: the buffer is told twice.
-    assert happened(run) == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 connected"]
+    told.join(5)
+    assert num_lost(run) == run.notes.count(BACK) == 1
+    assert run.has_noted("(the network was cut)")
+    assert run.happened() == [
+        "rollout/0 started", "rollout/0 connected in start 1", "learner/0 started",
+        "learner adds start 1 of rollout/0 at http://rollout/0", "learner removes start 1 of rollout/0",
+        "rollout/0 abandoned before start 2", "rollout/0 started", "rollout/0 connected in start 2",
+        "learner adds start 2 of rollout/0 at http://rollout/0",
+    ]
 
     status = run.config.run_dir / "status.json"
     status.with_name("status.json.partial").unlink(missing_ok=True)
     status.with_name("status.json.partial").symlink_to("/dev/full")
-    Supervisor(run.config, run.processes, run.log).give_up(caught.value)  # raises no second error
+    run.supervisor.give_up(caught.value)  # raises no second error
 
 
-def test_a_dead_evaluation_server_costs_its_evaluation_and_two_deaths_the_run(start_run: Any) -> None:
+def test_a_dead_evaluation_server_costs_its_evaluation_and_two_deaths_the_run(start_run: StartRun) -> None:
     run = start_run(evals=1)
     run.tell("rollout-0-answers", "rollout-1-dies when asked")
     thread = tells_when(
-        run, lambda: "eval/0 is back, for the next evaluation" in run.notes and run.log.version > 10,
+        run, lambda: "eval/0 is back" in run.notes and run.log.version > 10,
         "learner-0-hangs", "rollout-0-dies",
     )
     with pytest.raises(ProcessKilledError, match=r"2 times .*\(placement\.rollout\.max_"):
         run.train()
     thread.join(5)
     assert "version 3 is not evaluated: no evaluation server that serves it is up" in run.notes
-    events = ["eval/0 started", "eval/0 connected", "eval/0 gets the next evaluation at http://new"]
-    assert happened(run)[:4] == [*events, "rollout/0 abandoned"], "an evaluation server has no groups"
+    assert run.happened("eval/0 started", "eval/0 connected", "of eval/0", "abandoned")[:7] == [
+        "eval/0 started", "eval/0 connected in start 1", "learner adds start 1 of eval/0 at http://eval/0",
+        "learner removes start 1 of eval/0",
+        "eval/0 started", "eval/0 connected in start 2", "learner adds start 2 of eval/0 at http://eval/0",
+    ], "an evaluation server has no groups"
     assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
     assert not (run.folder / "rollout-0-evaluates").exists()
     assert run.log.summary({})["skipped_evaluations"] == 1
     assert num_lost(run) == 2
 
 
-def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_a_failed_join_ends_the_run(start_run: Any) -> None:
-    run = start_run(colocated=True)
+def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_a_learner_that_never_pushes_ends_the_run(
+    start_run: StartRun,
+) -> None:
+    run = start_run(colocated=True, batch_s=2, silent_s=4)
     run.tell("rollout-0-answers", "learner-0-drops a server")
 
     def has_less_room_and_its_turn_has_ended() -> bool:
-        is_told = any("rollout/0 came back with room for 1000 tokens" in note for note in run.notes)
-        return is_told and "the turn of rollout/0 ends" in happened(run)
+        is_told = run.has_noted("rollout/0 came back with room for 1000 tokens")
+        return is_told and "the turn of rollout/0 ends" in run.happened()
 
-    thread = tells_when(run, has_less_room_and_its_turn_has_ended, "learner-0-can not push", "rollout-0-dies")
-    with pytest.raises(WaitTimeoutError, match=r"^rollout/0 waited 1800 s .*\n.*learner/0 on 10\.0\.0\.9"):
+    thread = tells_when(run, has_less_room_and_its_turn_has_ended, "learner-0-has no weights to give", "rollout-0-dies")
+    with pytest.raises(WaitTimeoutError, match=r"^rollout/0 .*timeouts\.batch_s"):
         run.train()
     thread.join(5)
-    assert happened(run)[:5] == [
-        "rollout/0 abandoned", "the turn of rollout/0", "rollout/0 started", "rollout/0 connected",
+    assert run.happened("rollout/0 started", "abandoned", "the turn")[:5] == [
+        "rollout/0 started", "rollout/0 abandoned before start 2", "the turn of rollout/0", "rollout/0 started",
         "the turn of rollout/0 ends",
     ]
     assert num_lost(run) == 2
-
-
-def happened(run: FakeRun) -> list[str]:
-    """What the processes noted, in order."""
-    events = run.folder / "events"
-    return events.read_text().splitlines() if events.exists() else []
 
 
 def num_lost(run: FakeRun) -> int:
     return len([note for note in run.notes if "is lost, and started again" in note])
 
 
-def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_run: Any) -> None:
+def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_run: StartRun) -> None:
     run = start_run(servers=2, silent_s=6)  # the one that takes its place must be up by then
     run.tell("rollout-1-answers")
     run.tell("rollout-0-hangs when asked")
-    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    thread = ends_when(run, lambda: BACK in run.notes)
     supervisor = run.train()
     thread.join(5)
     assert any("rollout/0 is lost, and started again: rollout/0 on 10.0.0.9 has given no sign" in n for n in run.notes)
@@ -166,32 +158,33 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_r
 
 
 @pytest.mark.nightly
-def test_a_judge_that_dies_is_started_again_at_its_address(start_run: Any) -> None:
+def test_a_judge_that_dies_is_started_again_at_its_address(start_run: StartRun) -> None:
     run = start_run(judges=1)
     run.tell("rollout-0-answers", "judgeserver-0-dies")
     thread = ends_when(run, lambda: "judge/0 is back" in run.notes and run.log.version > 10)
     supervisor = run.train()
     thread.join(5)
     assert any(note.startswith("judge/0 is lost, and started again: judge/0 on 10.0.0.9 died") for note in run.notes)
-    made = [line for line in happened(run) if line.startswith("judge")]
+    made = [line for line in run.happened() if line.startswith("judge")]
     assert made == ["judge/0 made at port 0", "judge/0 made at port 7"]
+    assert run.happened("abandoned", "of judge/0") == []
     assert supervisor.end_restarts() == ["rollout/0"]
 
 
 @pytest.mark.nightly
-def test_a_learner_answers_status_while_every_server_waits_for_its_weights(start_run: Any) -> None:
+def test_a_learner_answers_status_while_every_server_waits_for_its_turn(start_run: StartRun) -> None:
     run = start_run(servers=9)
     learner = run.processes.actors["learner/0"]
-    run.tell("learner-0-has no weights to give")
-    joining = [learner.join_server.remote(f"rollout/{index}", "http://new") for index in range(9)]
-    assert ray.wait(joining, num_returns=1, timeout=1)[0] == []
+    run.tell("learner-0-has no turn to give")
+    waiting = [learner.begin_start.remote(f"rollout/{index}") for index in range(9)]
+    assert ray.wait(waiting, num_returns=1, timeout=1)[0] == []
     assert ray.get(learner.status.remote(), timeout=10).doing == "waits for a batch"
-    (run.folder / "learner-0-has no weights to give").unlink()
-    assert ray.get(joining, timeout=10) == [5] * 9
+    run.untell("learner-0-has no turn to give")
+    assert ray.get(waiting, timeout=10) == [None] * 9
 
 
 @pytest.mark.nightly
-def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_again(start_run: Any) -> None:
+def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_again(start_run: StartRun) -> None:
     run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server", "buffer-0-dies when asked")
     deaths: list[ProcessKilledError] = []
@@ -200,12 +193,13 @@ def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_ag
         deaths.append(death)
         ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
 
-    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    thread = ends_when(run, lambda: BACK in run.notes)
     run.train(revive)
     thread.join(5)
     assert [str(death).startswith("buffer on 10.0.0.9 died") for death in deaths] == [True]
-    events = happened(run)
-    assert events == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 connected"]
+    assert run.happened("abandoned", "connected") == [
+        "rollout/0 connected in start 1", "rollout/0 abandoned before start 2", "rollout/0 connected in start 2",
+    ]
 
 
 def kill(actor: Any) -> None:
@@ -217,7 +211,7 @@ def kill(actor: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:
+def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: StartRun) -> None:
     run = start_run(servers=2, batch_s=3)
     run.tell("rollout-1-answers", "learner-0-ends")
     servers = run.train().end_restarts()
@@ -238,7 +232,7 @@ def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_r
 
 
 @pytest.mark.nightly
-def test_a_server_that_died_after_training_costs_no_summary(start_run: Any) -> None:
+def test_a_server_that_died_after_training_costs_no_summary(start_run: StartRun) -> None:
     run = start_run(servers=2)
     run.tell("learner-0-ends")
     run.train()
@@ -250,7 +244,7 @@ def test_a_server_that_died_after_training_costs_no_summary(start_run: Any) -> N
 
 @pytest.mark.nightly
 def test_status_shows_what_the_driver_waits_for_outside_training(
-    start_run: Any, monkeypatch: pytest.MonkeyPatch
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(servers=2)
     monkeypatch.setattr("async_rl.run.processes.actor_group.STATUS_INTERVAL_S", 0.1)
@@ -265,7 +259,7 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
 
     monkeypatch.setattr("async_rl.run.processes.actor_group.write_status", note)
     run.tell("rollout-0-answers")
-    servers = {name: actor for name, actor in run.processes.actors.items() if name.startswith("rollout")}
+    servers = {name: run.processes.start(name, Rollout, index) for index, name in enumerate(run.config.server_names)}
     calls = {name: actor.evaluate.remote(7, beside_training=False) for name, actor in servers.items()}
     limit = Limit(60.0, "timeouts.generate_s")
     assert set(run.processes.gather(calls, limit, "the evaluation of version 7")) == set(calls)
@@ -273,3 +267,22 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
     asked = run.processes.actors["buffer"].serve.remote()
     with pytest.raises(WaitTimeoutError, match=r"timeouts\.shutdown_s.* buffer"):
         run.processes.gather({"buffer": asked}, Limit(0.25, "timeouts.shutdown_s"), "the end")
+
+
+@pytest.mark.nightly
+def test_ctrl_c_before_the_learner_has_started_ends_the_run_at_once(start_run: StartRun) -> None:
+    run = start_run()
+    run.tell("learner-0-starts for long")
+
+    def interrupts() -> bool:
+        if "learner/0 started" not in run.happened():
+            return False
+        os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    with run.processes.signals, run.processes.signals.deferred():
+        thread = tells_when(run, interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        thread.join(5)
+    assert run.log.version == 0 and run.processes.signals.requested

@@ -7,24 +7,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 
-from async_rl.base.config import (
-    TimeoutsConfig,
-)
+from async_rl.base.config import TimeoutsConfig
 from async_rl.base.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
 from async_rl.base.messages.reports import (
     EvaluationDone,
     EvaluationDue,
     LearnerReport,
+    ServersFilled,
     ServersLost,
     StepDone,
     WorkerReport,
 )
+from async_rl.base.run_dir.server_requests import Action, ServerRequest, request_servers
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span
@@ -37,6 +37,8 @@ from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import make_config
 
 STEPS = 1000
+FILLED = 5
+"""The policy version that every server is filled with."""
 
 
 class FakeProcess:
@@ -79,8 +81,13 @@ class Buffer(FakeProcess):
         if self.told("dies when asked"):
             (self._folder / "buffer-0-dies when asked").unlink()
             os._exit(9)
-        self.note(f"{worker} abandoned")
+        self.note(f"{worker} abandoned before start {incarnation}")
         return 3
+
+    def retire(self, worker: str, incarnation: int) -> int:
+        """Return 3 groups until the worker is told to have none."""
+        self.note(f"{worker} retired in start {incarnation}")
+        return 0 if (self._folder / f"{worker.replace('/', '-')}-has no groups").exists() else 3
 
     def status(self) -> Status:
         return Status(doing="answers", since_s=time.monotonic())
@@ -90,23 +97,37 @@ class Buffer(FakeProcess):
 
 
 class Rollout(FakeProcess):
+    """A rollout or evaluation server. Each of its starts answers at a URL of its own, unless it is given one."""
+
+    def __init__(self, origin: Origin, index: int, url: str = "") -> None:
+        super().__init__(origin, index)
+        self._name, self._url = self._config.server_names[index], url
+
     async def start(self) -> str:
-        self.note(f"{self._config.server_names[self._index]} started")
-        self.tell("comes back")
-        return "http://new"
+        if self.told("can not start"):
+            raise WaitTimeoutError(f"{self._name} waited for its engine")
+        if self.told("lacks files"):
+            raise FileNotFoundError("words.json")
+        while self.told("is slow"):
+            await asyncio.sleep(0.05)
+        self.note(f"{self._name} started{self._url and f' at {self._url}'}")
+        return self._url or f"http://{self._name}"
 
     async def kv_tokens(self) -> int:
-        return 1000 if self.told("comes back") else 2000
+        if self.told("comes back"):
+            return 1000
+        self.tell("comes back")
+        return 2000
 
     async def connect(self, address: str, judge_urls: Sequence[str], incarnation: int) -> None:
-        self.note(f"{self._config.server_names[self._index]} connected")
+        self.note(f"{self._name} connected in start {incarnation}")
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         start_s = time.monotonic()
         while True:
             await asyncio.sleep(0.05)
             self.obey()
-            span = Span(self._config.server_names[self._index], "busy", start_s, time.monotonic())
+            span = Span(self._name, "busy", start_s, time.monotonic())
             yield WorkerReport(spans=(span,))
 
     async def status(self) -> Status:
@@ -133,9 +154,12 @@ class JudgeServer(FakeProcess):
         super().__init__(origin, index)
         self.note(f"judge/{index} made at port {port}")
 
+        self._port = port
+
     async def start(self) -> str:
-        (self._folder / f"judgeserver-{self._index}-dies").unlink(missing_ok=True)
-        return "http://new"
+        if self._port:
+            (self._folder / f"judgeserver-{self._index}-dies").unlink(missing_ok=True)
+        return "http://judge:7/v1"
 
     async def kv_tokens(self) -> int:
         return 0
@@ -151,43 +175,75 @@ class JudgeServer(FakeProcess):
 
 
 class Learner(FakeProcess):
+    """A learner rank. Its steps take 0.05 s, and it fills the servers that join after each of them."""
+
+    def __init__(self, origin: Origin, rank: int) -> None:
+        super().__init__(origin, rank)
+        self._joining: list[tuple[str, int]] = []
+        self._pauses: set[str] = set()
+
+    def start(self, master: tuple[str, int], buffer_address: str) -> None:
+        self.note(f"learner/{self._index} started")
+        while self.told("starts for long"):
+            time.sleep(0.05)
+
     def run(self) -> Iterator[LearnerReport]:
-        for step in range(1, STEPS):
+        step = 0
+        while step < STEPS:
             start_s = time.monotonic()
             time.sleep(0.05)
             self.obey()
+            if self._joining and not self.told("has no weights to give"):
+                filled, self._joining = self._joining, []
+                yield ServersFilled(servers=tuple(filled), version=FILLED)
+            if self.told("drops a server"):
+                (self._folder / "learner-0-drops a server").unlink()
+                yield ServersLost(servers=(("rollout/0", 1),), cause="the network was cut")
+            if self.told("is late with news"):  # of the first start of the server
+                (self._folder / "learner-0-is late with news").unlink()
+                yield ServersFilled(servers=(("rollout/0", 1),), version=1)
+                yield ServersLost(servers=(("rollout/0", 1),))
+                self.tell("has told its news")
+            if self._pauses:
+                continue
+            step += 1
             spans = (Span(f"learner/{self._index}", "busy", start_s, time.monotonic()),)
             yield StepDone(version=step, metrics=(Metric("reward/mean", 1.0),), spans=spans)
-            if self.told("drops a server"):
-                yield ServersLost(servers=(("rollout/0", "http://old"),), cause="the network was cut")
             if step == 3:
-                apart = self._config.server_names[self._config.placement.rollout.servers :]
+                apart = self._config.server_names[self._config.placement.rollout.most :]
                 yield EvaluationDue(version=step, servers=apart)
             if self.told("ends"):
                 return
 
-    @ray.method(concurrency_group="join")
-    def join_server(self, name: str, url: str) -> int:
-        while self.told("has no weights to give"):
-            time.sleep(0.05)
-        if self.told("can not push"):
-            raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.batch_s) for the learner's current weights")
-        return 5
+    @ray.method(concurrency_group="control")
+    def add_server(self, name: str, url: str, start: int) -> None:
+        self.note(f"learner adds start {start} of {name} at {url}")
+        if name.startswith("rollout"):
+            self._joining.append((name, start))
 
-    @ray.method(concurrency_group="join")
+    @ray.method(concurrency_group="control")
+    def leave_server(self, name: str, start: int) -> None:
+        self.note(f"learner removes start {start} of {name}")
+
+    @ray.method(concurrency_group="turn")
     def begin_start(self, name: str) -> None:
         self.note(f"the turn of {name}")
+        while self.told("has no turn to give"):
+            time.sleep(0.05)
 
     @ray.method(concurrency_group="control")
     def end_start(self, name: str) -> None:
         self.note(f"the turn of {name} ends")
 
     @ray.method(concurrency_group="control")
-    def add_eval_server(self, name: str, url: str) -> None:
-        self.note(f"{name} gets the next evaluation at {url}")
+    def pause(self, waits_on: str) -> None:
+        self._pauses.add(waits_on)
+        self.note(f"learner waits on {waits_on}")
 
     @ray.method(concurrency_group="control")
-    def leave_server(self, name: str) -> None: ...
+    def go_on(self, waits_on: str) -> None:
+        self._pauses.discard(waits_on)
+        self.note(f"learner waits no longer on {waits_on}")
 
     @ray.method(concurrency_group="control")
     def evaluated(self) -> None:
@@ -200,7 +256,16 @@ class Learner(FakeProcess):
 
 
 class FakeReservation:
-    """A reservation without a placement group: Ray may start the actors anywhere."""
+    """A reservation without placement groups: Ray may start the actors anywhere, and each server has a host."""
+
+    gpus = 0.0
+
+    def __init__(self) -> None:
+        self.without_host: set[str] = set()
+        """The servers for which no host has room."""
+        self.left_s: dict[str, float] = {}
+        """The seconds until a server's host leaves."""
+        self.released: list[str] = []
 
     def options(self, process: str) -> dict[str, Any]:
         return {"num_cpus": 0}
@@ -208,45 +273,47 @@ class FakeReservation:
     def host_of(self, process: str) -> str:
         return "10.0.0.9"
 
-    def why_no_host(self, process: str) -> str:
-        return ""
+    async def find_place(self, server: str) -> None:
+        while server in self.without_host:
+            await asyncio.sleep(0.05)
 
-    def has_moved(self, process: str) -> bool:
-        return False
+    def release(self, server: str) -> None:
+        self.released.append(server)
 
-    def follow_moves(self) -> None: ...
+    def seconds_left(self) -> dict[str, float]:
+        return dict(self.left_s)
 
 
 class FakeRun:
     """A run with a supervisor in `folder`, whose processes do what the files there tell them.
 
     Args:
-        evals: the number of evaluation servers. The first of them is told what to do as rollout server `servers`.
+        servers: placement.rollout.servers.
+        evals: the number of evaluation servers. The first of them is told what to do as the rollout server after the
+            last one.
+        rollout: further settings of placement.rollout.
     """
 
     def __init__(
-        self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, colocated: bool = False, evals: int = 0,
-        judges: int = 0,
+        self, folder: Path, servers: int | dict[str, int], ranks: int, timeouts: TimeoutsConfig,
+        colocated: bool = False, evals: int = 0, judges: int = 0, urls: Sequence[str] = (),
+        rollout: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
             placement={
-                "rollout": {"servers": servers, "max_restarts": 1}, "eval": {"servers": evals}, "colocated": colocated,
-                "judge": {"servers": judges},
+                "rollout": {"servers": servers, "max_restarts": 1, **(rollout or {})}, "eval": {"servers": evals},
+                "colocated": colocated, "judge": {"servers": judges},
             },
-            judge={"path": "j" * judges},
+            judge={"path": "j" * judges}, rollout={"server_urls": list(urls)},
             timeouts=timeouts, eval={"every_steps": 3},
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
-        self.log = RunLog(self.config)
-        reservation, origin = cast(Reservation, FakeReservation()), Origin(os.getcwd(), self.config)
-        self.processes = ActorGroup(self.config.run_dir, reservation, StopSignals(), origin)
+        self.log, self.reservation = RunLog(self.config), FakeReservation()
+        origin = Origin(os.getcwd(), self.config)
+        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, self.reservation), StopSignals(), origin)
         self.processes.start("buffer", Buffer, max_concurrency=4)
-        for index, name in enumerate(self.config.server_names):
-            self.processes.start(name, Rollout, index)
-        for index, name in enumerate(self.config.judge_names):
-            self.processes.start(name, JudgeServer, index)
         for rank in range(ranks):
             threads = learner_threads(self.config)
             self.processes.start(f"learner/{rank}", Learner, rank, threads=threads)
@@ -255,10 +322,37 @@ class FakeRun:
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
         self.notes: list[str] = []
         self.log.logger.note = self.notes.append  # type: ignore[method-assign]
+        self.supervisor = Supervisor(self.config, self.processes, self.log)
 
     def tell(self, *what: str) -> None:
         for each in what:
             (self.folder / each).touch()
+
+    def untell(self, *what: str) -> None:
+        for each in what:
+            (self.folder / each).unlink()
+
+    def ask(self, action: Action, name: str = "", number: int = 0, url: str = "", now: bool = False) -> None:
+        """Make a request about the servers, as `async-rl servers` does."""
+        request_servers(
+            self.config.run_dir, ServerRequest(action=action, name=name, number=number, url=url, now=now)
+        )
+
+    def states(self) -> dict[str, str]:
+        """The states of all servers, as status.json has them."""
+        return {server.name: server.state for server in self.supervisor.watchdog.servers()}
+
+    def serving(self) -> list[str]:
+        return sorted(name for name, state in self.states().items() if state == "serving")
+
+    def happened(self, *of: str) -> list[str]:
+        """What the processes noted, in order: all, or the lines with one of some texts."""
+        file = self.folder / "events"
+        events = file.read_text().splitlines() if file.exists() else []
+        return [event for event in events if not of or any(text in event for text in of)]
+
+    def has_noted(self, text: str) -> bool:
+        return any(text in note for note in self.notes)
 
     def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> Supervisor:
         async def revive_buffer(death: ProcessKilledError) -> None:
@@ -266,9 +360,14 @@ class FakeRun:
                 raise death
             revive(death)
 
-        supervisor = Supervisor(self.config, self.processes, self.log)
-        supervisor.train("tcp://buffer", revive_buffer, StopSignals(), dict.fromkeys(self.config.judge_names, "http://h:7/v1"))
-        return supervisor
+        async def start_learner(server: str) -> None:
+            limit = self.config.timeouts.limit("startup_s")
+            for name in [name for name in self.processes.actors if name.startswith("learner")]:
+                starting = self.processes.actors[name].start.remote(("h", 1), "tcp://buffer")
+                await self.processes.call(name, starting, limit, "the start")
+
+        self.supervisor.train("tcp://buffer", revive_buffer, start_learner, self.processes.signals)
+        return self.supervisor
 
 
 def stop(actor: Any) -> int:

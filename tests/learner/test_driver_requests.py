@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,3 +108,18 @@ def test_a_pause_lasts_until_it_is_ended_and_a_stop_comes_first() -> None:
     requests.stop()
     requests.wait_paused()
     assert requests.why_no_batch() == NoBatch("stopped")
+
+
+def test_a_learner_that_two_have_paused_waits_until_both_let_it_go_on() -> None:
+    requests = DriverRequests()
+    requests.pause()
+    requests.pause("servers")
+    requests.go_on()
+    assert (requests.why_no_batch(), requests.waits_on) == (NoBatch("paused"), "servers")
+    waiting = threading.Thread(target=requests.wait_paused)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "it would ask again and again"
+    requests.go_on("servers")
+    waiting.join(30)
+    assert requests.why_no_batch() is None

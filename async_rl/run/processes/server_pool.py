@@ -283,13 +283,15 @@ class ServerPool:
         Raises:
             LostError: the server was lost.
         """
-        name, version = server.name, None
+        name, version, joins_late = server.name, None, self._is_learner_up.is_set()
         await self._processes.reservation.find_place(name)
         async with self._on_shared_gpu(name):
             await self._start(server)
             if server.kind != "judge":
                 await self._connect(server)
             server.filled = asyncio.get_running_loop().create_future()
+            if self._is_learner_up.is_set():
+                self._log.logger.note(f"{name}: its engine is up after {time.time() - server.since_s:.1f} s")
             server.enter(ServerState.FILLING)
             await self._changed.notify()
             await self._is_learner_up.wait()
@@ -303,6 +305,8 @@ class ServerPool:
                 version = server.version = await self._filled(server)
         if not is_first:
             self._log.restarted(name, version)
+        elif joins_late:
+            self._log.logger.note(f"{name} has joined, with the weights of version {version}")
         await self._serve(server)
 
     @asynccontextmanager

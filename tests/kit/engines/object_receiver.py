@@ -25,8 +25,6 @@ class ObjectReceiver:
         self.is_alive = True
         self.calls: list[str] = []
         """All that was asked of the server, in order."""
-        self.unloadable = ""
-        """The name of a tensor that the server does not load."""
         self.weights: dict[str, Tensor] = {}
         self._received: dict[str, Tensor] = {}
         self._version: int | None = None
@@ -67,8 +65,12 @@ class ObjectReceiver:
         self._note("end_update")
         if self._version is not None:
             assert sorted(self._received) == sorted(self.names)
-            self.weights |= {name: tensor for name, tensor in self._received.items() if name != self.unloadable}
+            self.weights |= self.loaded(self._received)
             self._serves = self._version
+
+    def loaded(self, received: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights that the server loads of those that it has received. A subclass may load others."""
+        return received
 
     def erase_weights(self) -> None:
         self._note("erase_weights")

@@ -1,0 +1,48 @@
+"""A run of fake processes with the real supervisor, for the tests of servers and their restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from async_rl.base.config import TimeoutsConfig
+from async_rl.base.run_dir.run_dir import locked
+
+if TYPE_CHECKING:
+    from tests.kit.fake_actors import FakeRun
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRun]]:
+    """Starts the buffer and the learner of a run, whose directory is locked. `FakeRun.train` supervises it."""
+    from async_rl.run.processes import server_pool, watchdog
+    from tests.kit.fake_actors import FakeRun, JudgeServer, Rollout
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server_pool, "server_class", lambda _: Rollout)
+    monkeypatch.setattr("async_rl.run.processes.judge_actor.JudgeActor", JudgeServer)
+    monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
+    monkeypatch.setattr(server_pool, "LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(server_pool, "RETRY_S", 0.2)
+    runs: list[FakeRun] = []
+    with ExitStack() as locks:
+
+        def start(
+            servers: int | dict[str, int] = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60,
+            evals: int = 0, judges: int = 0, urls: Sequence[str] = (), rollout: Mapping[str, Any] | None = None,
+            **more_s: float,
+        ) -> FakeRun:
+            timeouts = TimeoutsConfig(silent_s=silent_s, **more_s)
+            run = FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals, judges, urls, rollout)
+            locks.enter_context(locked(run.config.run_dir))
+            runs.append(run)
+            return run
+
+        yield start
+        for run in runs:
+            run.processes.stop(1.0)
+            run.log.close()

@@ -127,8 +127,8 @@ class Run:
         self._starts = itertools.count()
         settings = [
             f"run.dir={folder}", "run.name=run", "run.steps=1000000", f"rollout.engine={engine}",
-            "placement.rollout.servers={min: 1, max: 3}", f"timeouts.silent_s={SILENT_S}", "eval.num_prompts=0",
-            "checkpoint.every_steps=2", "buffer.journal_keep_steps=-1", "logging.wandb=disabled",
+            "placement.rollout.servers={min: 1, max: 3}", f"timeouts.silent_s={SILENT_S}", "timeouts.startup_s=150",
+            "eval.num_prompts=0", "checkpoint.every_steps=2", "buffer.journal_keep_steps=-1", "logging.wandb=disabled",
         ]
         self._start("train", config, *settings, *SITUATIONS[situation], *overrides)
         self._wait(lambda: self.steps() > 2, "two steps", START_S)

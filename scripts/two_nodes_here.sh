@@ -6,6 +6,8 @@
 #
 # The first host offers the Ray resource `learner`, the second `rollout` (placement.learner.resource, ...).
 # ASYNC_RL_NOT_SHARED=DIR: the second host has an empty folder of its own in place of DIR, as without a shared disk.
+# ASYNC_RL_FIRST_RESOURCES=JSON: what the first host offers instead, such as {"learner": 1, "rollout": 1}.
+# ASYNC_RL_SECOND_WHILE=FILE: the second host is there while FILE exists; then its Ray node gets SIGTERM, and drains.
 # What `ray start` starts has ASYNC_RL_HOST, the address of its host; the command has it not.
 # ASYNC_RL_LINK_STATS=FILE: writes the bytes that crossed the cable, in either direction, to FILE.
 set -euo pipefail
@@ -63,12 +65,28 @@ started() { # address of a host
     tail -n 20 "$ray/$1.log" >&2
     exit 1
 }
-start_ray "$here" "$here_ip" --head --port=6379 --temp-dir="$ray" --include-dashboard=false --resources='{"learner": 1}'
+first='{"learner": 1}'
+start_ray "$here" "$here_ip" --head --port=6379 --temp-dir="$ray" --include-dashboard=false \
+    --resources="${ASYNC_RL_FIRST_RESOURCES:-$first}"
 started "$here_ip"
 if [ -n "${ASYNC_RL_NOT_SHARED:-}" ]; then  # each host has mounts of its own too
     own_disk=(bash -c 'mount -t tmpfs none "$0" && exec "$@"' "$ASYNC_RL_NOT_SHARED")
 fi
-start_ray "$there" "$there_ip" --address="$here_ip:6379" --resources='{"rollout": 1}'
-started "$there_ip"
+start_second() { start_ray "$there" "$there_ip" --address="$here_ip:6379" --resources='{"rollout": 1}'; }
+if [ -n "${ASYNC_RL_SECOND_WHILE:-}" ]; then
+    while true; do
+        until [ -e "$ASYNC_RL_SECOND_WHILE" ]; do sleep 0.5; done
+        start_second
+        node=$!
+        while [ -e "$ASYNC_RL_SECOND_WHILE" ]; do sleep 0.5; done
+        kill -TERM "$node"
+        wait "$node" || true
+        # what a host that is switched off no longer has
+        for pid in $(ip netns pids "$there" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done
+    done &
+else
+    start_second
+    started "$there_ip"
+fi
 
 RAY_ADDRESS=$here_ip:6379 ip netns exec "$here" "$@"

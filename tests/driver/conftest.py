@@ -1,4 +1,4 @@
-"""A run of fake processes with the real supervisor, for the tests of servers and their restarts."""
+"""Runs of fake processes: of Ray actors with the real supervisor, and of servers with the real server pool."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from async_rl.base.run_dir.run_dir import locked
 
 if TYPE_CHECKING:
     from tests.kit.fake_actors import FakeRun
+    from tests.kit.fake_servers import FakeServers
 
 
 @pytest.fixture
@@ -46,3 +47,16 @@ def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         for run in runs:
             run.processes.stop(1.0)
             run.log.close()
+
+
+@pytest.fixture
+def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeServers]:
+    """Makes the servers of a run, which looks often at requests and hosts."""
+    from async_rl.run.processes import server_pool
+    from tests.kit.fake_servers import FakeServers
+
+    monkeypatch.setattr(server_pool, "LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(server_pool, "DRAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(server_pool, "RETRY_S", 0.01)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return lambda *arguments, **settings: FakeServers(tmp_path, *arguments, **settings)

@@ -13,11 +13,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.attached_server import check_server_reaches_learner
 from async_rl.run.before_start.preflight import input_checks
-from async_rl.run.processes.placement import (
-    Reservation,
-    decide_placement,
-    host_demands,
-)
+from async_rl.run.processes.placement import decide_placement, host_demands
 from tests.kit.configs import make_config
 
 
@@ -80,8 +76,8 @@ def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url
         check_addresses(at(url))
     asked = at(url, transport="auto")
     with pytest.raises(ConfigError, match=message):
-        decide_placement(asked, Reservation(None, host_demands(asked, 0), ["127.0.0.1"]))
-    decided = decide_placement(asked, Reservation(None, host_demands(asked, 2), ["127.0.0.1"]))
+        decide_placement(asked, host_demands(asked, 0))
+    decided = decide_placement(asked, host_demands(asked, 2))
     assert decided["weight_sync.transport"] == "disk"
 
 

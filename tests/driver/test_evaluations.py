@@ -13,7 +13,6 @@ from async_rl.base.config import Limit
 from async_rl.base.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.base.messages.reports import EvaluationDone, EvaluationDue
 from async_rl.base.telemetry.metrics import Metric, reduce_metrics
-from async_rl.run.processes.supervisor import RestartLimit
 from async_rl.run.watch.evaluations import RunningEvaluations
 from tests.kit.configs import make_config
 
@@ -255,15 +254,3 @@ def test_a_failed_evaluation_ends_when_all_of_its_parts_have_ended() -> None:
     fixture = Fixture(rollout_0=answering([]), eval_0=failing(AsyncRLError("")), eval_1=answer_later)
     fixture.evaluate("eval/0", "eval/1")
     assert ended == [0] and len(fixture.log.skipped) == 1
-
-
-@pytest.mark.parametrize("name", ["rollout/0", "eval/0"])
-def test_a_server_may_die_max_restarts_times_between_two_steps(name: str) -> None:
-    limit = RestartLimit(make_config(
-        placement={"eval": {"servers": 1}, "rollout": {"max_restarts": 1}}, eval={"every_steps": 1},
-    ))  # fmt: skip
-    for _ in range(2):
-        limit.count(name, ProcessDiedError("gone"))
-        with pytest.raises(ProcessDiedError, match="2 times"):
-            limit.count(name, ProcessDiedError("gone"))
-        limit.clear()

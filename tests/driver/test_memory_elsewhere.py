@@ -13,10 +13,10 @@ from async_rl.base.config import Config, Limit
 from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
-from async_rl.pipeline import check_cluster_memory
+from async_rl.pipeline import check_ranks_memory
 from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.processes.actors import LearnerActor, Origin
-from async_rl.run.processes.placement import Host, Reservation, decide_placement, host_demands
+from async_rl.run.processes.placement import Host, decide_placement, host_demands
 from learner.memory.room import GIB
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
@@ -72,17 +72,25 @@ def test_gpus_that_are_too_small_are_refused_with_what_would_fit(two_nodes: Conf
 class Asked:
     """The processes of a run, on hosts whose GPUs have these sizes; what they are asked for is answered at once."""
 
-    def __init__(self, asked: Config, config: Config, **gpu_bytes: int) -> None:
-        learner = LearnerActor.__new__(LearnerActor)
-        learner._config, learner._origin = config, Origin("", asked)
+    def __init__(self, asked: Config, config: Config, gpus: int, **gpu_bytes: int) -> None:
+        self._config, self._gpus, self._server_bytes = config, gpus, gpu_bytes.pop("rollout_0")
+        self._learner = LearnerActor.__new__(LearnerActor)
+        self._learner._config, self._learner._origin = config, Origin("", asked)
         self.actors: dict[str, Any] = {
             name.replace("_", "/"): SimpleNamespace(gpu_bytes=SimpleNamespace(remote=lambda size=size: size))
             for name, size in gpu_bytes.items()
         }
-        self.actors["learner/0"].check_memory = SimpleNamespace(remote=learner.check_memory)
+        self.actors["learner/0"].check_memory = SimpleNamespace(remote=self._learner.check_memory)
 
     def gather(self, calls: dict[str, Any], limit: Limit, what: str) -> dict[str, Any]:
         return calls
+
+    def check(self) -> list[str]:
+        """Check the learner's memory, then that of the server, as its start does."""
+        processes: Any = self
+        found = check_ranks_memory(processes, ["learner/0"], self._config.timeouts.limit("startup_s"), self._gpus)
+        self._learner.check_server_memory(self._server_bytes, self._gpus)
+        return found
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -91,11 +99,10 @@ def test_a_start_on_a_cluster_of_one_gpu_is_checked_as_one_that_shares_it(
 ) -> None:
     save_headers(Qwen2Config(**QWEN2_5["0.5B"]), tmp_path)
     asked = make_config(tmp_path, staleness={"max": 2}, placement={"rollout": {"servers": servers}})
-    config = resolve(asked, decide_placement(asked, Reservation(None, host_demands(asked, 1), ["10.0.0.1"])))
+    config = resolve(asked, decide_placement(asked, host_demands(asked, 1)))
 
     def check(gpus: int) -> list[str]:
-        processes: Any = Asked(asked, config, learner_0=24 * 10**9, rollout_0=24 * 10**9)
-        return check_cluster_memory(processes, ["rollout/0"], ["learner/0"], config.timeouts.limit("startup_s"), gpus)
+        return Asked(asked, config, gpus, learner_0=24 * 10**9, rollout_0=24 * 10**9).check()
 
     extra = 2 + 14 * config.max_running_replies * 151_936 / GIB  # graphs, and the logits of a server's fullest batch
     has = 24e9 * 0.4 / GIB - extra * servers
@@ -126,8 +133,7 @@ def test_a_dry_run_on_a_cluster_of_one_gpu_has_the_share_that_the_start_has(
 @pytest.mark.nightly
 def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Config) -> None:
     def check(**gpu_bytes: int) -> list[str]:
-        processes: Any = Asked(two_nodes, **gpu_bytes)
-        return check_cluster_memory(processes, ["rollout/0"], ["learner/0"], two_nodes.timeouts.limit("startup_s"), 16)
+        return Asked(two_nodes, two_nodes, 16, **gpu_bytes).check()
 
     gb = 10**9
     assert check(learner_0=141 * gb, rollout_0=141 * gb) == []
@@ -138,8 +144,7 @@ def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Con
         check(learner_0=64 * gb, rollout_0=80 * gb)
     with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_utilization"):
         check(learner_0=141 * gb, rollout_0=16 * gb)
-    none = [check(learner_0=141 * gb, rollout_0=0), check(learner_0=0, rollout_0=80 * gb)]
-    assert none == [[], []]  # a host without GPUs, or whose driver names none
+    assert check(learner_0=0, rollout_0=80 * gb) == []  # a host without GPUs, or whose driver names none
 
 
 def test_without_a_size_no_memory_of_other_hosts_is_told(two_nodes: Config) -> None:

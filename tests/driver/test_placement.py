@@ -25,13 +25,11 @@ from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.processes.placement import (
     Host,
     HostDemand,
-    Reservation,
     assign,
     decide_placement,
     explain,
     find_hosts,
     host_demands,
-    ray_bundles,
     reserve,
 )
 from async_rl.run.processes.signals import StopSignals
@@ -82,19 +80,6 @@ def test_each_pair_that_shares_a_gpu_is_a_bundle_of_its_own() -> None:
     assert [list(part.gpus_of) for part in alone.per_gpu()][1] == ["learner/1"]
     for whole in (*host_demands(TWO_NODES), *host_demands(placed_on(colocated=True)), *host_demands(placed_on(), 1)):
         assert whole.per_gpu() == [whole]
-
-
-def test_pairs_on_several_hosts_are_tied_to_theirs() -> None:
-    asked = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
-    wanted = host_demands(asked)
-    hosts = [Host(name="10.0.0.1", cpus=8, gpus=2), Host(name="10.0.0.2", cpus=8, gpus=2)]
-    parts, resources, strategy = ray_bundles(wanted, hosts)
-    assert [list(part.gpus_of)[-1] for part in parts] == [f"learner/{rank}" for rank in range(4)]
-    assert strategy == "PACK"
-    assert resources == [
-        {"CPU": 2.0, "GPU": 1.0, f"node:{host}": 0.001} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
-    ]
-    assert ray_bundles(host_demands(TWO_NODES), hosts)[2] == "STRICT_SPREAD"
 
 
 class Where:
@@ -207,12 +192,12 @@ def test_the_transport_follows_from_who_shares_a_gpu(
 ) -> None:
     asked = changed(asked, weight_sync=sync, model={"dtype": "bfloat16"}, staleness={"max": 1})
     for gpus, transport in found.items():
-        reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"] * 2)
+        parts = host_demands(asked, gpus)
         if "." not in transport:
-            assert resolve(asked, decide_placement(asked, reservation)).weight_sync.transport == transport
+            assert resolve(asked, decide_placement(asked, parts)).weight_sync.transport == transport
             continue
         with pytest.raises(ConfigError, match=f"^{re.escape(transport)} "):
-            decide_placement(asked, reservation)
+            decide_placement(asked, parts)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "servers"), [(1, 2, 2), (1, 4, 2), (2, 4, 4), (2, 8, 4), (2, 4, 8)])
@@ -227,7 +212,7 @@ def test_servers_that_share_gpus_get_their_weights_from_the_rank_there(
         pair[1]: int(pair[0].removeprefix("learner/")) for pair in pairs if len(pair) == 2
     }
     parts = [part for demand in wanted for part in demand.per_gpu()]
-    resolved = resolve(asked, decide_placement(asked, Reservation(None, parts, ["127.0.0.1"] * len(parts))))
+    resolved = resolve(asked, decide_placement(asked, parts))
     assert resolved.weight_sync.transport == ("cuda_ipc" if nodes == 1 else "disk")
 
 

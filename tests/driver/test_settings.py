@@ -18,9 +18,12 @@ from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.run_dir.watch_events import WatchEvent, add_event
 from async_rl.run.processes import actor_group
 from async_rl.run.processes.actors import Origin, enter
-from async_rl.run.processes.placement import Reservation, host_demands
+from async_rl.run.processes.placement import Host, Reservation, host_demands
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
+
+
+HOST = Host(name="h", cpus=8.0, gpus=0.0)
 
 
 class Stopped(Exception):
@@ -46,7 +49,7 @@ def origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Origin]:
     monkeypatch.setattr(pipeline, "check_inputs", lambda config: [])
     monkeypatch.setattr(pipeline, "open_ray", nothing)
     monkeypatch.setattr(pipeline, "ray_messages_in", nothing)
-    monkeypatch.setattr(pipeline, "reserve", lambda config, _: Reservation(None, host_demands(config, 0), ["h"]))
+    monkeypatch.setattr(pipeline, "reserve", lambda config, _: Reservation(config, host_demands(config, 0), [HOST]))
     monkeypatch.setattr(actor_group, "ActorGroup", started)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     monkeypatch.setattr(os, "environ", {**os.environ, "WANDB_MODE": "disabled"})

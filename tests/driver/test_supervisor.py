@@ -174,7 +174,7 @@ def test_a_judge_that_dies_is_started_again_at_its_address(start_run: StartRun) 
 @pytest.mark.nightly
 def test_a_learner_answers_status_while_every_server_waits_for_its_turn(start_run: StartRun) -> None:
     run = start_run(servers=9)
-    learner = run.processes.actors["learner/0"]
+    learner: Any = run.processes.actors["learner/0"]
     run.tell("learner-0-has no turn to give")
     waiting = [learner.begin_start.remote(f"rollout/{index}") for index in range(9)]
     assert ray.wait(waiting, num_returns=1, timeout=1)[0] == []
@@ -264,7 +264,7 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
     limit = Limit(60.0, "timeouts.generate_s")
     assert set(run.processes.gather(calls, limit, "the evaluation of version 7")) == set(calls)
     assert re.fullmatch(r"driver waits for the evaluation of version 7 rollout/1 \d+ s 60 s", of_one[0])
-    asked = run.processes.actors["buffer"].serve.remote()
+    asked: Any = run.processes.actors["buffer"].serve.remote()
     with pytest.raises(WaitTimeoutError, match=r"timeouts\.shutdown_s.* buffer"):
         run.processes.gather({"buffer": asked}, Limit(0.25, "timeouts.shutdown_s"), "the end")
 

@@ -20,6 +20,7 @@ from pyarrow import parquet
 from transformers import PreTrainedModel
 
 from benchmarks.marked_command import MarkedCommand, wait_until
+from benchmarks.run_audit import audit
 from buffer.journal_export import export_trajectories
 from rollout_server.question import Question
 from tests.kit.engines.replies import TOLERANCE, from_scratch
@@ -337,3 +338,47 @@ def test_actors_have_the_variables_of_the_ray_start_of_their_host_alone(smoke_ya
     assert seen == {
         ("driver", "- yes"), ("Buffer", "10.77.0.1 -"), ("Learner", "10.77.0.1 -"), ("Rollout", "10.77.0.2 -")
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_second_host_joins_leaves_and_comes_back_while_steps_are_made(smoke_yaml: Path, tmp_path: Path) -> None:
+    """It leaves by SIGTERM to `ray start`, as with Kubernetes and SLURM: Ray announces it, and the server drains."""
+    second, run_dir = tmp_path / "second", tmp_path / "two"
+    variables = environment_of_two_hosts(tmp_path, None) | {
+        "ASYNC_RL_SECOND_WHILE": str(second), "ASYNC_RL_FIRST_RESOURCES": json.dumps({"learner": 1, "rollout": 1}),
+        "ASYNC_RL_CPUS": "2", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "20",
+    }
+    command = MarkedCommand([
+        str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "run.steps=1000000", "staleness.max=1",
+        "rollout.engine=hf", "placement.rollout.servers={min: 1, max: 2}", "placement.rollout.nodes=1",
+        "placement.rollout.resource=rollout", "placement.learner.resource=learner", "eval.num_prompts=0",
+        "task.size=100000",
+    ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), variables)  # fmt: skip
+
+    def until(text: str, times: int, what: str) -> None:
+        wait_until(lambda: command.text().count(text) == times or command.process.poll() is not None, 200, what)
+        assert command.process.poll() is None, command.text()[-3000:]
+
+    def more_steps() -> None:
+        steps = len(logged(run_dir))
+        wait_until(lambda: len(logged(run_dir)) > steps + 2 or command.process.poll() is not None, 120, "steps")
+
+    try:
+        wait_until(lambda: len(logged(run_dir)) > 2 or command.process.poll() is not None, 240, "two steps")
+        second.touch()
+        until("rollout/1 has joined", 1, "the second host's server")
+        more_steps()
+        second.unlink()
+        until("rollout/1 drains", 1, "the drain")
+        until("rollout/1 is lost, and started again: rollout/1 leaves: its host leaves", 1, "the end of the drain")
+        more_steps()
+        second.touch()
+        until("rollout/1 is back", 1, "the second host again")
+        more_steps()
+        command.interrupt()
+        command.wait(120)
+    finally:
+        command.kill()
+    assert [what for what, problem in audit(run_dir).items() if problem] == []
+    assert "groups go to other servers" in command.text()

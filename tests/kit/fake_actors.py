@@ -273,6 +273,9 @@ class FakeReservation:
     def host_of(self, process: str) -> str:
         return "10.0.0.9"
 
+    def has_host(self, server: str) -> bool:
+        return server not in self.without_host
+
     async def find_place(self, server: str) -> None:
         while server in self.without_host:
             await asyncio.sleep(0.05)
@@ -321,7 +324,7 @@ class FakeRun:
             (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
         self.notes: list[str] = []
-        self.log.logger.note = self.notes.append  # type: ignore[method-assign]
+        self.log.logger.note = lambda text: self.notes.append(text)  # type: ignore[method-assign]
         self.supervisor = Supervisor(self.config, self.processes, self.log)
 
     def tell(self, *what: str) -> None:
@@ -363,7 +366,7 @@ class FakeRun:
         async def start_learner(server: str) -> None:
             limit = self.config.timeouts.limit("startup_s")
             for name in [name for name in self.processes.actors if name.startswith("learner")]:
-                starting = self.processes.actors[name].start.remote(("h", 1), "tcp://buffer")
+                starting: Any = self.processes.actors[name].start.remote(("h", 1), "tcp://buffer")
                 await self.processes.call(name, starting, limit, "the start")
 
         self.supervisor.train("tcp://buffer", revive_buffer, start_learner, self.processes.signals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.seams import ENGINES
-from async_rl.base.weights import Transport, WeightPublisher
+from async_rl.base.weights import PushReport, Transport, WeightPublisher, open_filler
 from async_rl.base.weights.members import Member, Members
 from tests.kit.configs import make_config
 
@@ -57,6 +57,19 @@ def publisher_for(
 ) -> WeightPublisher:
     members = Members(config, {f"rollout/{index}": url for index, url in enumerate(urls)})
     return WeightPublisher(transport(config, members, rank, device))
+
+
+def fill(
+    publisher: WeightPublisher, joiners: Sequence[Member], tensors: Iterable[tuple[str, Tensor]], version: int,
+    **checks: bool,
+) -> PushReport:
+    """Bring servers their first weights and admit them, as the learner's Pusher does."""
+    filler = open_filler(publisher)
+    filler.members.replace(joiners)
+    report = filler.push(tensors, version, **checks)
+    filler.transport.disconnect()
+    publisher.members.admit(filler.members.current)
+    return report
 
 
 def names(members: Sequence[Member]) -> tuple[str, ...]:

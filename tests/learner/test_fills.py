@@ -161,10 +161,9 @@ class Pool:
         self.updater = Updater(config, CPU)
         self.names = [*weights_of(self.updater)]
         publisher = open_publisher(config, [], 0, CPU)
-        filler = open_filler(publisher)
-        filler.lost_within_s = 0.1
-        filler.members.limit = Limit(2.0, "of a test")
-        self.pusher = Pusher(config, self.updater, publisher, filler)
+        self.filler = open_filler(publisher)
+        self.filler.lost_within_s = 0.1
+        self.pusher = Pusher(config, self.updater, publisher, self.filler)
         self.first = first or ObjectReceiver(self.names)
         self.join("rollout/0", self.first.url)
         self.version = 0
@@ -260,10 +259,13 @@ def test_a_joiner_with_which_no_group_can_be_used_is_lost_and_costs_the_others_n
     """One serves a model of another shape, and refuses its weights. Another says that it has joined, but it hangs."""
     pool = Pool(config_of(way, tiny_model_path, tmp_path / "run"), processes[0])
     pool.step()
-    for name, url in (("rollout/1", other_model.url), ("rollout/2", says_it_has_joined)):
+    limit = pool.filler.members.limit
+    for name, url, limit_s in (("rollout/1", other_model.url, limit.seconds), ("rollout/2", says_it_has_joined, 1.0)):
+        pool.filler.members.limit = Limit(limit_s, "of a test")
         pool.join(name, url)
         (lost,) = pool.fill()
         assert isinstance(lost, ServersLost) and lost.servers == ((name, 1),)
+    pool.filler.members.limit = limit
     pool.join("rollout/1", processes[1].url, 2)
     assert pool.fill() == [ServersFilled(servers=(("rollout/1", 2),), version=1)]
     pool.step()

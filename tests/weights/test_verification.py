@@ -23,7 +23,7 @@ from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine
-from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
+from tests.kit.publishers import CONFIG, OBJECT_ENGINE, fill, publisher_for, url_of
 from tests.kit.tiny_moe import moe_model, save_moe
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
@@ -187,6 +187,16 @@ def test_a_server_that_joins_is_compared_in_its_first_push() -> None:
     publisher.members.replace([Member("rollout/0", url_of(WeighedServer(-2.0, 3.0)), 2)])
     report = push_to(publisher, compares=False)
     assert [member.name for member in report.lost] == ["rollout/0"]
+
+
+def test_a_server_that_was_compared_when_it_was_filled_is_not_compared_in_its_first_push() -> None:
+    good, joiner = WeighedServer(-1.0, 3.0), WeighedServer(-1.0, 3.0)
+    publisher = weighing(good, transport="cuda_ipc")
+    assert push_to(publisher, compares=True).num_compared == 1
+    member, tensors = Member("rollout/1", url_of(joiner), 1), [("w", torch.tensor([1.0, -2.0]))]
+    assert fill(publisher, [member], tensors, 1, compares=True).num_compared == 1
+    assert push_to(publisher, compares=False).num_compared == 0
+    assert publisher.members.names == ("rollout/0", "rollout/1")
 
 
 def test_sums_are_not_compared_with_verify_every_0_of_adapters_or_at_a_servers_url() -> None:

@@ -126,8 +126,9 @@ class RolloutPlacement:
     """Where rollout servers run: their number, their nodes, and the GPUs of each."""
 
     nodes: NonNegativeInt = 0
-    """Nodes reserved for rollout servers. 0: they share the learner's nodes. If `servers` has a minimum, further
-    nodes without learner ranks may join the Ray cluster later, and leave."""
+    """Nodes reserved for rollout servers. 0: they share the learner's nodes. If `servers` has a minimum and this is
+    above 0, servers run on every node that offers `resource`, or on every node without learner ranks if that is empty.
+    Such nodes may join the Ray cluster during the run, and leave."""
     servers: PositiveInt | Annotated[
         dict[str, PositiveInt], checked(_is_server_range, "{min: FEWEST, max: MOST} with min <= max"),
     ] = 1

@@ -287,7 +287,7 @@ class Reservation:
     Args:
         config: the configuration of the run.
         wanted: the demand on each host at the start.
-        hosts: the host of each demand.
+        hosts: the host of each of the first demands. The servers of the others may run on any host for servers.
         gpus: the number of GPUs of all hosts of the cluster at the start.
     """
 
@@ -296,16 +296,16 @@ class Reservation:
         self.parts = [part for demand in wanted for part in demand.per_gpu()]
         """The demand on each host at the start, divided by pairs that share a GPU."""
         self._config = config
-        self._pieces = [
-            (part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()
-            if part.paired or any(not _is_server(name) for name in part.gpus_of)
+        self._bundles = [
+            (replace(part, gpus_of=own), host) for demand, host in zip(wanted, hosts, strict=False)
+            for part in demand.per_gpu() if (own := _of_learner(part))
         ]
-        """The learner's bundles: the demand of each, with its servers only if they share its GPU, and its host."""
+        """The bundles of the learner's placement group: the processes of each, and its host."""
         self._servers = {
-            name: (gpus_of_server, host) for demand, host in zip(wanted, hosts, strict=True) if not demand.paired
-            for name, gpus_of_server in demand.gpus_of.items() if _is_server(name)
+            name: (gpus_of_server, hosts[index] if index < len(hosts) else None) for index, demand in enumerate(wanted)
+            for name, gpus_of_server in demand.gpus_of.items() if name not in _of_learner(demand)
         }
-        """For each server with a placement group of its own: its GPUs, and its host at the start of the run."""
+        """For each server with a placement group of its own: its GPUs, and its host at the start, if that is chosen."""
         self._group: Any = None
         """The placement group of the learner."""
         self._groups: dict[str, Any] = {}
@@ -317,12 +317,12 @@ class Reservation:
         """Ask Ray for the resources of the start, and return the placement groups, which may still be pending."""
         from ray.util import placement_group
 
-        wants = [_resources(self._in_group(part), part.resource) for part, _ in self._pieces]
-        pins = [{NODE: host.node} for _, host in self._pieces]
+        wants = [_resources(part.gpus_of, part.resource) for part, _ in self._bundles]
+        pins = [{NODE: host.node} for _, host in self._bundles]
         self._group = placement_group(wants, strategy="PACK", bundle_label_selector=pins)
         for name, (_, host) in self._servers.items():
-            self._ask(name, host.node)
-            self._hosts[name] = host.name
+            self._ask(name, host.node if host else "")
+            self._hosts[name] = host.name if host else ""
         return [self._group, *self._groups.values()]
 
     async def find_place(self, server: str) -> None:
@@ -330,7 +330,7 @@ class Reservation:
 
         If the host of its last start is there and does not leave, the server stays on it.
         """
-        if any(server in part.gpus_of for part, _ in self._pieces):
+        if any(server in part.gpus_of for part, _ in self._bundles):
             return
         if server in self._groups and not self._is_placed(server):
             self.release(server)
@@ -364,7 +364,7 @@ class Reservation:
         if process in self._groups:
             strategy = PlacementGroupSchedulingStrategy(self._groups[process], placement_group_bundle_index=0)
             return {"scheduling_strategy": strategy, "num_cpus": 1, "num_gpus": self._gpus_of(process)}
-        index, part = next((i, part) for i, (part, _) in enumerate(self._pieces) if process in part.gpus_of)
+        index, part = next((i, part) for i, (part, _) in enumerate(self._bundles) if process in part.gpus_of)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         return {
             "scheduling_strategy": strategy, "num_cpus": int(process != "buffer"), "num_gpus": part.gpus_of[process],
@@ -372,19 +372,20 @@ class Reservation:
 
     def host_of(self, process: str) -> str:
         """Return the address of the host of a process; of a server without a host: of its last one, or "no host"."""
-        if any(process in part.gpus_of for part, _ in self._pieces) and process not in self._servers:
-            return next(host.name for part, host in self._pieces if process in part.gpus_of)
-        return self._hosts.get(process, "no host")
+        of_learner = next((host.name for part, host in self._bundles if process in part.gpus_of), "")
+        return of_learner or self._hosts.get(process) or "no host"
 
     def _ask(self, server: str, node: str = "") -> None:
         """Ask Ray for the resources of a server: on host `node`, or on any host where servers may run."""
         from ray.util import placement_group
 
-        learners = ",".join(host.node for _, host in self._pieces)
-        where = node or (f"!in({learners})" if self._config.placement.rollout.nodes else f"in({learners})")
-        placed = self._config.placement.rollout
+        placed, learners = self._config.placement.rollout, ",".join(host.node for _, host in self._bundles)
+        where = node or (f"!in({learners})" if placed.nodes else f"in({learners})")
+        anywhere = placed.is_elastic and placed.nodes and placed.resource and not node
         wants = _resources({server: self._gpus_of(server)}, placed.resource if placed.nodes else "")
-        self._groups[server] = placement_group([wants], strategy="PACK", bundle_label_selector=[{NODE: where}])
+        self._groups[server] = placement_group(
+            [wants], strategy="PACK", bundle_label_selector=[{} if anywhere else {NODE: where}]
+        )
 
     def _is_placed(self, server: str) -> bool:
         """Return whether a server has a host that is there and does not leave, and note its address."""
@@ -400,23 +401,19 @@ class Reservation:
         like = server if server in self._servers else "rollout/0"
         return self._servers[like][0]
 
-    def _in_group(self, part: HostDemand) -> dict[str, float]:
-        """Return the GPUs of the processes of a bundle of the learner's group."""
-        if part.paired:
-            return {**part.gpus_of}
-        return {name: gpus for name, gpus in part.gpus_of.items() if not _is_server(name)}
-
     def __str__(self) -> str:
         processes: dict[str, list[str]] = {}
-        for part, host in self._pieces:
-            processes.setdefault(host.name, []).extend(self._in_group(part))
-        for name, (_, host) in self._servers.items():
-            processes.setdefault(host.name, []).append(name)
+        for part, host in self._bundles:
+            processes.setdefault(host.name, []).extend(part.gpus_of)
+        for name in self._servers:
+            processes.setdefault(self.host_of(name), []).append(name)
         return "; ".join(f"{address}: {compact(names)}" for address, names in processes.items())
 
 
-def _is_server(process: str) -> bool:
-    return process.startswith(("rollout/", "eval/", "judge/"))
+def _of_learner(part: HostDemand) -> dict[str, float]:
+    """Return the GPUs of the processes that get the learner's placement group, with servers only if they share GPUs."""
+    servers = () if part.paired else ("rollout/", "eval/", "judge/")
+    return {name: gpus for name, gpus in part.gpus_of.items() if not name.startswith(servers)}
 
 
 def _resources(gpus_of: Mapping[str, float], resource: str) -> dict[str, float]:
@@ -454,10 +451,11 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
     hosts = ray_hosts()
     gpus = sum(host.gpus for host in hosts)
     wanted = host_demands(config, gpus)
+    of_hosts = wanted[: config.placement.learner.nodes] if config.placement.rollout.is_elastic else wanted
     try:
-        chosen = assign(wanted, ray_hosts(free=True))
+        chosen = assign(of_hosts, ray_hosts(free=True))
     except ConfigError:
-        chosen = assign(wanted, hosts)
+        chosen = assign(of_hosts, hosts)
     reservation = Reservation(config, wanted, chosen, gpus)
     groups = reservation.begin()
     deadline_s = time.monotonic() + config.timeouts.startup_s

@@ -35,7 +35,7 @@ from async_rl.base.config import Config, Limit
 from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError, WeightSyncError
 from async_rl.base.messages.reports import ServersFilled, ServersLost, StepDone
 from async_rl.base.run_dir.server_requests import ServerRequest, drop_requests, take_requests
-from async_rl.base.telemetry.status import PAUSED, RUNNING, ServerStatus
+from async_rl.base.telemetry.status import PAUSED, ServerStatus
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import server_class
@@ -126,6 +126,8 @@ class ServerPool:
         }
         self._wanted = set(self.servers)
         """The servers that the run is to have."""
+        self._kept: set[str] = set()
+        """The servers that have a task, also those that are to leave."""
         self.serving: set[str] = set()
         """The names of the servers that serve."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -152,7 +154,7 @@ class ServerPool:
         self._group, self._buffer_address = tasks, buffer_address
         drop_requests(self._config.run_dir)
         for name in self.servers:
-            self._begin_task(self._keep(name))
+            self._begin_keeping(name)
         self._begin_task(self._look())
 
     async def until_up(self) -> None:
@@ -235,6 +237,10 @@ class ServerPool:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    def _begin_keeping(self, name: str) -> None:
+        self._kept.add(name)
+        self._begin_task(self._keep(name))
+
     async def _keep(self, name: str) -> None:
         """Start a server, log its reports, and start it again whenever it is lost, until it is no longer wanted.
 
@@ -263,11 +269,11 @@ class ServerPool:
             if leaves or not self._processes.reservation.has_host(name):
                 self._log.left(name)
             await self._changed.notify()
-            self._check_enough()
+            self._pause_below_minimum()
             if not leaves and not has_served and self._can_wait(server):
-                await asyncio.sleep(min(RETRY_S * 2 ** min(server.failed_starts, 10), LONGEST_RETRY_S))
                 server.failed_starts += 1
         self._processes.reservation.release(name)
+        self._kept.discard(name)
 
     def _leaves(self, server: Server) -> bool:
         return server.state is ServerState.DRAINING or server.name not in self._wanted
@@ -284,6 +290,8 @@ class ServerPool:
             LostError: the server was lost.
         """
         name, version, joins_late = server.name, None, self._is_learner_up.is_set()
+        if server.failed_starts:
+            await asyncio.sleep(min(RETRY_S * 2 ** min(server.failed_starts - 1, 10), LONGEST_RETRY_S))
         await self._processes.reservation.find_place(name)
         async with self._on_shared_gpu(name):
             await self._start(server)
@@ -364,14 +372,16 @@ class ServerPool:
         """Check that the GPU of a server on a cluster has room for its weights.
 
         Raises:
-            ConfigError: it has not.
-            LostError: the server failed.
+            LostError: it has not, or the server failed.
         """
         limit = self._config.timeouts.limit("startup_s")
         if num_bytes := await self._call(name, actor.gpu_bytes.remote(), limit, "the size of its GPU"):
             gpus = self._processes.reservation.gpus
             checking: Any = self._processes.actors["learner/0"].check_server_memory.remote(num_bytes, gpus)
-            await self._processes.call("learner/0", checking, limit, f"the memory of {name}")
+            try:
+                await self._processes.call("learner/0", checking, limit, f"the memory of {name}")
+            except ConfigError as error:
+                raise LostError(error) from None
 
     async def _connect(self, server: Server) -> None:
         """Connect the worker of a server to the buffer and the judge's servers.
@@ -415,7 +425,7 @@ class ServerPool:
         self._proven.add(server.kind)
         if server.kind != "judge":
             self._log.joined(name)
-        self._check_enough()
+        self._end_pause()
         await self._changed.notify()
         try:
             await self._compare_kv_room(name)
@@ -466,11 +476,11 @@ class ServerPool:
 
         Raises:
             AsyncRLError: `error`, if the server must not be started again. No server of its kind has ever served, or
-                a start can't help, or it has died more than placement.rollout.max_restarts times since the last step.
-                A ConfigError may come from a host that lacks files, if another server of its kind has served.
+                it failed in its work, or it has died more than placement.rollout.max_restarts times since the last
+                step. If another server of its kind has served, a start may fail because its host lacks a file.
         """
         is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError | ConfigError)
-        if not is_mendable or server.kind not in self._proven:
+        if server.kind not in self._proven or (has_served and not is_mendable):
             raise error
         if not has_served and self._can_wait(server):
             return
@@ -505,6 +515,8 @@ class ServerPool:
     def _answer(self, request: ServerRequest) -> None:
         """Do what a person has asked for, or log why not."""
         rollouts = sorted((n for n in self._wanted if n.startswith("rollout")), key=_number)
+        unwanted = [n for number in range(self._placed.most) if (n := f"rollout/{number}") not in self._wanted]
+        urls = self._config.rollout.server_urls
         match request.action:
             case "remove" if request.name in rollouts:
                 self._wanted.discard(request.name)
@@ -513,26 +525,21 @@ class ServerPool:
                 for name in rollouts[request.number :]:
                     self._wanted.discard(name)
                     self._leave(name, self._placed.leave_s, f"the run may have {request.number} servers")
-                for name in self._free_names()[: request.number - len(rollouts)]:
+                more = 0 if urls else max(0, request.number - len(rollouts))  # with URLs the run starts no server
+                for name in unwanted[:more]:
                     self._join(name)
-            case "add" if bool(self._config.rollout.server_urls) and self._free_names():
-                self._join(self._free_names()[0], request.url)
+            case "add" if urls and (free := [name for name in unwanted if name not in self._kept]):
+                self._join(free[0], request.url)
             case _:
                 self._log.logger.note(f"refused: {request}. {len(rollouts)} of {self._placed.most} servers are wanted")
 
-    def _free_names(self) -> list[str]:
-        """Return the names of rollout servers that the run does not have, and that have no process any more."""
-        names = [f"rollout/{number}" for number in range(self._placed.most)]
-        return [
-            name for name in names if name not in self._wanted
-            and (name not in self.servers or self.servers[name].state is ServerState.GONE)
-        ]
-
     def _join(self, name: str, url: str = "") -> None:
-        self.servers[name] = Server(name, url)
-        self._wanted.add(name)
+        """Start a server, or start it again once it has left."""
         self._log.logger.note(f"{name} joins{url and f', at {url}'}")
-        self._begin_task(self._keep(name))
+        self._wanted.add(name)
+        if name not in self._kept:
+            self.servers[name] = Server(name, url)
+            self._begin_keeping(name)
 
     def _leave(self, name: str, limit_s: float, why: str) -> None:
         """Let a server leave. A server that serves may first finish its groups, for at most `limit_s` seconds."""
@@ -557,23 +564,24 @@ class ServerPool:
                 return
             await asyncio.sleep(DRAIN_INTERVAL_S)
 
-    def _check_enough(self) -> None:
-        """Pause the learner while fewer servers serve than the minimum, and let it go on after that."""
-        if not (self._placed.is_elastic and self._is_learner_up.is_set()):
-            return
-        learner, count = self._processes.actors["learner/0"], len(self.rollouts)
-        if count < self._placed.fewest and self._paused_s is None and "rollout" in self._proven:
+    def _pause_below_minimum(self) -> None:
+        """Pause the learner if fewer servers serve than the minimum."""
+        count, fewest = len(self.rollouts), self._placed.fewest
+        if (
+            self._placed.is_elastic and self._is_learner_up.is_set() and count < fewest and self._paused_s is None
+            and "rollout" in self._proven
+        ):
             self._paused_s = time.monotonic()
-            self._log.logger.note(f"{count} of at least {self._placed.fewest} rollout servers serve: the learner waits")
-            if self._watchdog.note == RUNNING:
-                self._watchdog.note = f"{PAUSED}: fewer than {self._placed.fewest} rollout servers serve"
-            learner.pause.remote(NO_SERVERS)
-        elif count >= self._placed.fewest and self._paused_s is not None:
-            self._paused_s = None
-            self._log.logger.note(f"{count} rollout servers serve: the learner goes on")
-            if "rollout servers serve" in self._watchdog.note:
-                self._watchdog.note = RUNNING
-            learner.go_on.remote(NO_SERVERS)
+            self._log.logger.note(f"{count} of at least {fewest} rollout servers serve: the learner waits")
+            self._watchdog.too_few_servers = f"{PAUSED}: fewer than {fewest} rollout servers serve"
+            self._processes.actors["learner/0"].pause.remote(NO_SERVERS)
+
+    def _end_pause(self) -> None:
+        """Let a learner go on that `_pause_below_minimum` has paused, if enough servers serve."""
+        if self._paused_s is not None and len(self.rollouts) >= self._placed.fewest:
+            self._paused_s, self._watchdog.too_few_servers = None, ""
+            self._log.logger.note(f"{len(self.rollouts)} rollout servers serve: the learner goes on")
+            self._processes.actors["learner/0"].go_on.remote(NO_SERVERS)
 
 
 def _number(name: str) -> int:

@@ -32,7 +32,9 @@ class Watchdog:
         """The processes that have not answered yet. Their start has a time limit of its own."""
         self._questions: dict[str, asyncio.Task[Status | None]] = {}
         self.note = RUNNING
-        """The state of the whole run: that it is running, or why it is paused."""
+        """The state of the whole run: that it is running, or why its watcher has paused it."""
+        self.too_few_servers = ""
+        """Why the learner is paused without enough servers; empty if there are enough."""
         self.servers: Callable[[], Sequence[ServerStatus]] = tuple
         """Returns the states of the servers."""
         self.alarms = ""
@@ -74,7 +76,7 @@ class Watchdog:
                 self._statuses[name] = status
                 self._heard_s[name] = time.monotonic()
                 self._starting.discard(name)
-        self.write_status(self.note)
+        self.write_status(self.too_few_servers if self.note == RUNNING and self.too_few_servers else self.note)
         dead = [*self._overdue(), *self._silent(asked & self._questions.keys())]
         if dead:
             await self._processes.dump_stacks()

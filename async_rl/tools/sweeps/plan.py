@@ -430,13 +430,21 @@ def rules_of(run: Run) -> Workload:
             "`async-rl sweep`"
         )
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
+    servers = _num_servers(run, config["placement"]["rollout"]["servers"])
     return Workload(
-        concurrency=int(config["rollout"]["max_groups_in_flight"] * config["placement"]["rollout"]["servers"]),
-        servers=config["placement"]["rollout"]["servers"],
+        concurrency=int(config["rollout"]["max_groups_in_flight"] * servers), servers=servers,
         prompts_per_step=config["learner"]["prompts_per_step"],
         late=staleness["on_late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
         every_steps=push["every_steps"], drain=push["on_update"] == "drain",
     )
+
+
+def _num_servers(run: Run, configured: int | dict[str, int]) -> int:
+    """Return how many rollout servers a run had: on average over its steps, if servers may join and leave."""
+    if isinstance(configured, int):
+        return configured
+    counts = [sum(key.startswith("version/rollout/") for key in step) for step in timed_steps(run)]
+    return max(1, round(float(np.mean(counts)))) if counts else configured["min"]
 
 
 def _config(run: Run) -> dict[str, Any]:

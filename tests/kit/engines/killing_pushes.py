@@ -41,6 +41,8 @@ class KillingTransport(BroadcastTransport):
 
     def end_push(self, served: int | None) -> None:
         super().end_push(served)
+        if self.members.purpose != "push":  # a server that joins gets its first weights
+            return
         self._kills = served is not None and served >= self.settings.within and VICTIM in self.members.names
         if served == self.settings.between:
             self._kill()

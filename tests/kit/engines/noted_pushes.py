@@ -1,4 +1,4 @@
-"""A transport that writes down, after each push, what the servers hold; and what they must hold, from model folders."""
+"""A transport that writes down, after each push to all, what servers hold; and what they must, from model folders."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class NotingTransport(BroadcastTransport):
-    """Asks every server for the checksums of its weights after each push."""
+    """Asks every server for the checksums of its weights after each push to all of them."""
 
     def end_push(self, served: int | None) -> None:
         super().end_push(served)
-        if served is not None:
+        if served is not None and self.members.purpose == "push":
             sums = {name: self._sums(name) for name in self.members.names}
             with (self.config.run_dir / NOTES).open("a") as file:
                 file.write(json.dumps({"version": served, "sums": sums}) + "\n")

@@ -13,12 +13,14 @@ from torch import Tensor
 from async_rl.base.config import LoraConfig
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.weights import WeightPublisher, open_publisher
+from async_rl.base.weights.members import Member
 from async_rl.base.weights.parcels import Rebuilder
 from learner.models.lora import AdapterParcels, merged_parameters
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.pushes import adapted_model
 from tests.kit.models import save_sharp_model, sharp_model
+from tests.kit.publishers import fill
 
 CPU = torch.device("cpu")
 
@@ -46,8 +48,7 @@ def open_for(engines: list[EngineInThread], run_dir: Path, count: int = 1, **syn
         engines[0].config, run={"dir": run_dir}, model={"lora": LoraConfig(rank=rank)},
         weight_sync={"transport": "disk", "bucket_bytes": 100_000, **sync},
     )
-    publisher = open_publisher(config, [engine.engine.url for engine in engines[:count]], 0, CPU)
-    return publisher
+    return open_publisher(config, [engine.engine.url for engine in engines[:count]], 0, CPU)
 
 
 def served(engine: EngineInThread) -> dict[str, Tensor]:
@@ -109,21 +110,23 @@ def stepped(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("engines", ["bfloat16"], indirect=True)
-def test_a_sparse_push_gives_exact_bits_and_one_that_has_joined_gets_whole_weights(
+def test_a_sparse_push_gives_exact_bits_also_to_a_server_that_was_filled_with_whole_weights(
     engines: list[EngineInThread], tmp_path: Path
 ) -> None:
     publisher = open_for(engines, tmp_path, delta=True)
     weights = {name: p.detach() for name, p in sharp_model("tiny-qwen2", 3).named_parameters()}
     reports = []
     for version in range(1, 5):
-        if version == 4:
-            publisher.members.add("rollout/1", engines[1].engine.url)
         reports.append(publisher.push(weights.items(), version, erases=version in (1, 3)))
-        for engine in engines[: 1 + (version == 4)]:
+        if version == 3:
+            joiner = Member("rollout/1", engines[1].engine.url, 1)
+            filled = fill(publisher, [joiner], weights.items(), version, erases=True)
+        for engine in engines[: 1 + (version >= 3)]:
             check_bits(engine, weights, torch.bfloat16)
         weights = stepped(weights, version)
-    assert [report.changed_share < 0.011 for report in reports] == [False, True, True, False]
-    assert max(reports[1].num_bytes, reports[2].num_bytes) < 0.1 * reports[0].num_bytes
+    assert [report.changed_share < 0.011 for report in [*reports, filled]] == [False, True, True, True, False]
+    sparse_bytes, whole_bytes = [r.num_bytes for r in reports[1:]], [reports[0].num_bytes, filled.num_bytes]
+    assert max(sparse_bytes) < 0.1 * min(whole_bytes)
     publisher.close()
 
 

@@ -51,6 +51,16 @@ def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path: Path) -> None:
     assert run.time_left_s == pytest.approx(8.0)  # 8 of 20 steps are left, at 1 s a step
 
 
+def test_servers_that_do_not_serve_are_listed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=12, note="running")
+    saved = json.loads((folder / "status.json").read_text())
+    states = {"rollout/0": "serving", "rollout/1": "draining"}
+    servers = [{"name": name, "state": state, "since_s": saved["time_s"] - 7} for name, state in states.items()]
+    (folder / "status.json").write_text(json.dumps(saved | {"servers": servers}))
+    (line,) = refreshed(folder).state.servers
+    assert line.startswith("rollout/1") and "draining" in line
+
+
 @pytest.mark.parametrize(
     ("limits", "text", "share", "left_s"),
     [

@@ -39,6 +39,8 @@ class RunState:
     """An explanation for the user, as a sentence; empty if the name is enough."""
     processes: tuple[dict[str, Any], ...] = ()
     """For each process, the fields of telemetry.status.Status and `waited_s`; empty once the run has ended."""
+    servers: tuple[str, ...] = ()
+    """A line for each server that does not serve: its state, and since when; empty once the run has ended."""
 
 
 class RunFiles:
@@ -102,7 +104,11 @@ class RunFiles:
             "stopped writing": f"{silent}: it was killed, it hangs, or this is a copy.", "paused": f"The run is {note}",
         }.get(name, "")  # fmt: skip
         processes = tuple(_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict))
-        return RunState(name, text, processes)
+        servers = tuple(
+            f"{each.get('name')}: {each.get('state')} for {max(0.0, saved['time_s'] - each.get('since_s', 0.0)):.0f} s"
+            for each in saved.get("servers", []) if isinstance(each, dict) and each.get("state") != "serving"
+        )
+        return RunState(name, text, processes, servers)
 
     @property
     def alarm_text(self) -> str:

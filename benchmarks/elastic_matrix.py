@@ -120,19 +120,23 @@ class Run:
 
     Args:
         folder: the folder for the run and its logs.
+        most: the most servers that the run may have.
     """
 
-    def __init__(self, config: str, engine: str, situation: str, overrides: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, config: str, engine: str, situation: str, overrides: Sequence[str], folder: Path, most: int = 3
+    ) -> None:
         self.folder, self.run_dir, self.engine, self.situation = folder, folder / "run", engine, situation
         self._starts = itertools.count()
         settings = [
             f"run.dir={folder}", "run.name=run", "run.steps=1000000", f"rollout.engine={engine}",
-            "placement.rollout.servers={min: 1, max: 3}", f"timeouts.silent_s={SILENT_S}", "timeouts.startup_s=150",
-            "eval.num_prompts=0", "checkpoint.every_steps=2", "buffer.journal_keep_steps=-1", "logging.wandb=disabled",
+            f"placement.rollout.servers={{min: 1, max: {most}}}", f"timeouts.silent_s={SILENT_S}",
+            "timeouts.startup_s=150", "eval.num_prompts=0", "checkpoint.every_steps=2",
+            "buffer.journal_keep_steps=-1", "logging.wandb=disabled",
         ]
         self._start("train", config, *settings, *SITUATIONS[situation], *overrides)
         self._wait(lambda: self.steps() > 2, "two steps", START_S)
-        self.wanted = 3
+        self.wanted = self.most = most
         self._wait_for_servers()
 
     def _start(self, *arguments: str) -> None:
@@ -181,19 +185,20 @@ class Run:
         """Wait for the moment of the situation, and return the server that is the victim, or "" for any."""
         match self.situation:
             case "starting" | "filling":
-                if self.wanted == 3:
-                    self.ask("remove", "rollout/2")
-                    self.wanted = 2
+                victim = f"rollout/{self.most - 1}"
+                if self.wanted == self.most:
+                    self.ask("remove", victim)
+                    self.wanted -= 1
                     self._wait_for_servers()
-                up, joins = self.lines("its engine is up"), self.lines("rollout/2 joins")
-                self.ask("max", "3")
-                self.wanted = 3
-                self._wait(lambda: self.lines("rollout/2 joins") > joins, "a server that joins")
+                up, joins = self.lines("its engine is up"), self.lines(f"{victim} joins")
+                self.ask("max", str(self.most))
+                self.wanted = self.most
+                self._wait(lambda: self.lines(f"{victim} joins") > joins, "a server that joins")
                 if self.situation == "starting":
                     time.sleep(2.0)
                 else:
                     self._wait(lambda: self.lines("its engine is up") > up, "its engine")
-                return "rollout/2"
+                return victim
             case "push":
                 self._wait(lambda: (self.run_dir / IN_PUSH).exists(), "a push")
         return ""
@@ -206,15 +211,18 @@ class Run:
 
     def happen(self, event: str, rng: random.Random) -> float:
         """Make an event happen at the moment of the situation, and return the seconds until the run has recovered."""
-        if event == "join" and self.wanted == 3 and self.situation not in ("starting", "filling"):
+        if event == "join" and self.wanted == self.most and self.situation not in ("starting", "filling"):
             self.ask("remove", "rollout/1")
-            self.wanted = 2
+            self.wanted -= 1
             self._wait_for_servers()
         victim, began_s = self.reach(), time.monotonic()
+        noticed = {"drain": " is gone", "remove --now": " is gone", "kill buffer": "another one goes on"}
+        word = noticed.get(event, " is lost") if event not in ("join", "kill driver") else ""
+        before = self.lines(word) if word else 0
         match event:
             case "join":
-                self.ask("max", "3")
-                self.wanted = 3
+                self.ask("max", str(self.most))
+                self.wanted = self.most
             case "drain" | "remove --now":
                 names = [victim] if victim else [n for n, state in self.servers().items() if state == "serving"]
                 self.ask("remove", rng.choice(names), *(["--now"] if event == "remove --now" else []))
@@ -232,14 +240,16 @@ class Run:
                 self.command.wait(120)
                 wait_until(lambda: not self.command.orphans(), 120, "the end of every process")
                 self._start("train", "--resume", str(self.run_dir))
-                self.wanted, before = 3, self.steps()
-                self._wait(lambda: self.steps() > before, "a step of the resumed run", START_S)
+                self.wanted, steps = self.most, self.steps()
+                self._wait(lambda: self.steps() > steps, "a step of the resumed run", START_S)
+        if word:
+            self._wait(lambda: self.lines(word) > before, "noticed it")
         time.sleep(6.0)  # status.json is written every five seconds
         self.recover()
         seconds = time.monotonic() - began_s
-        if self.wanted < 3:
-            self.ask("max", "3")
-            self.wanted = 3
+        if self.wanted < self.most:
+            self.ask("max", str(self.most))
+            self.wanted = self.most
             self.recover()
         return seconds
 

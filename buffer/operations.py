@@ -74,8 +74,8 @@ class Outgoing:
 class Operations:
     """Applies requests to the store of one run. Call `handle` with each message, then `replies` for what to send.
 
-    Workers get slots only after the learner has called `served(0)`, and as many workers have asked for slots once as the
-    run begins with. Otherwise the first worker would get all slots.
+    Workers get slots only after the learner has called `served(0)`, and after as many workers have asked for slots as
+    the run begins with. Otherwise the first worker would get all slots.
 
     Args:
         record_group: called with every group that is stored; None: there is no journal.

@@ -15,10 +15,6 @@ from async_rl.base.telemetry.timeline import Span, Timeline
 from async_rl.base.types import Batch
 from learner.loop.pusher import Pusher
 
-PATIENCE = 5
-"""How many times as long as the slowest push to rollout servers a push to evaluation servers may take. Training waits
-for both.
-"""
 _REASONS = ("", "the evaluation before it is still running", "no evaluation server is up")
 """Why a version is not evaluated. Rank 0 broadcasts the index; 0: it is evaluated."""
 
@@ -43,23 +39,20 @@ class Evaluations:
         self.weights = weights
         self._rank = rank
         self._timeline = timeline
-        self._timeouts = config.timeouts
-        self._slowest_push_s = 0.0
         self._holds_pushes = config.evaluations_hold_pushes
         self._needs_evaluation_of = config.needs_evaluation_of
         self._push_spans: list[Span] = []
 
-    def note_push(self, seconds: float) -> None:
-        """Record on rank 0 how long a push to the rollout servers took. It limits pushes to evaluation servers."""
-        self._slowest_push_s = max(self._slowest_push_s, seconds)
-
-    def make_due(self, version: int, batch: Batch | None) -> list[EvaluationDue | EvaluationSkipped | ServersLost]:
+    def make_due(
+        self, version: int, batch: Batch | None, push_limit: Limit
+    ) -> list[EvaluationDue | EvaluationSkipped | ServersLost]:
         """Begin an evaluation of `version` if it is due, and return the reports for the driver. Collective.
 
         Call this once all rollout servers serve `version`. It pushes to the evaluation servers, if there are any.
 
         Args:
             batch: a batch with which the first push to the evaluation servers is verified.
+            push_limit: how long one part of a push to the evaluation servers may take.
         """
         if not self.schedule.served(version):
             return []
@@ -70,7 +63,7 @@ class Evaluations:
             return [EvaluationDue(version=version)]
         lost: list[ServersLost] = []
         if version > 0:  # the servers have loaded version 0
-            self.weights.members.limit = self._push_limit()
+            self.weights.members.limit = push_limit
             with self._timeline.span("sync", "eval push"), self.weights.averaged():
                 report, lost = self.weights.push(version, batch)
             self._push_spans += report.spans
@@ -90,21 +83,12 @@ class Evaluations:
 
     def close(self) -> None:
         if self.weights:
-            self.weights.publisher.close()
+            self.weights.close()
 
     def drain_spans(self) -> list[Span]:
         """Return the pauses of the evaluation servers since the last call, and forget them."""
         spans, self._push_spans = self._push_spans, []
         return spans
-
-    def _push_limit(self) -> Limit:
-        """Return how long one part of a push to the evaluation servers may take. Servers that take longer are given up.
-        """
-        limit = self._timeouts.limit("push_s")
-        if not self._slowest_push_s:
-            return limit
-        slow = f"timeouts.silent_s, or {PATIENCE} times the slowest push to the rollout servers"
-        return min(limit, Limit(max(self._timeouts.silent_s, PATIENCE * self._slowest_push_s), slow))
 
     def _why_skipped(self) -> str:
         """Return on every rank why rank 0 can't start an evaluation now; "" if it can. Collective."""

@@ -117,7 +117,7 @@ class Learner:
         if self.version < config.run.steps:  # every server gets this version, and admission opens for it
             yield from self._fill()
             self._release()
-            yield from self.evaluations.make_due(self.version, None)
+            yield from self.evaluations.make_due(self.version, None, self._weights.short_limit)
         else:
             self._no_batch = NoBatch("ended")
         is_last, start_s, first_step_end_s = False, time.monotonic(), 0.0
@@ -223,10 +223,9 @@ class Learner:
         yield from self._push(batch, is_last=is_last)
         if is_last:  # no group may start any more
             return []
-        filled = self._fill() if self._weights.someone_waits() else []
         self._release()
-        filled += self._weights.take_filled(self.version)
-        return [*filled, *self.evaluations.make_due(self.version, batch)]
+        filled = self._fill() if self._weights.someone_waits() else self._weights.take_filled(self.version)
+        return [*filled, *self.evaluations.make_due(self.version, batch, self._weights.short_limit)]
 
     def _fill(self) -> list[ServersLost | ServersFilled]:
         """Push the weights to the servers that have joined, and return reports of them for the driver. Collective."""
@@ -249,7 +248,6 @@ class Learner:
         """
         with self._timeline.span("sync", "push"), self._updater.averaged() if is_last else nullcontext():
             report, lost = self._weights.push(self.version, batch)
-        self.evaluations.note_push(report.seconds)
         self._push_spans += report.spans
         self._push_metrics += [
             Metric("time/push_s", report.seconds, unit="s"),
@@ -366,7 +364,7 @@ class Learner:
                 self._log_ratios.close()
         if self._client:
             self._client.close()
-        self._weights.publisher.close()
+        self._weights.close()
         self.evaluations.close()
         self._gpus.close()
         dist.destroy_process_group()

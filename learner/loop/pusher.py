@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.base.config import Config
+from async_rl.base.config import Config, Limit
 from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.types import Batch
 from async_rl.base.weights import PushReport, WeightPublisher, open_filler, open_publisher
@@ -40,6 +40,9 @@ VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolera
 with equal weights the mean difference of real small models is up to 0.1, and logits near 20 are rounded to an eighth.
 Wrong weights differ by whole nats."""
 VERIFY_TOKENS = 32
+PATIENCE = 5
+"""How many times as long as the slowest push to all servers a push may take for which training would wait: to
+evaluation servers, or to servers that join."""
 
 
 class Pusher:
@@ -65,6 +68,9 @@ class Pusher:
         self.members = publisher.members
         """The servers to push to. The driver reports here, from other threads, which servers join and which are lost.
         """
+        self._timeouts = config.timeouts
+        self._slowest_s = 0.0
+        """How long the slowest push took so far (rank 0)."""
         self._verify_every = config.weight_sync.verify_every
         self._until_verified = 0
         """Number of pushes until a push is verified again; 0: the next one that has a batch."""
@@ -81,6 +87,15 @@ class Pusher:
     def servers(self) -> tuple[str, ...]:
         """The names of the servers that get the push that runs now, or the next one. Only rank 0 knows them."""
         return self.members.names + (self._filler.members.names if self._filler else ())
+
+    @property
+    def short_limit(self) -> Limit:
+        """How long one part of a push to other servers may take. Servers that take longer are given up."""
+        limit = self._timeouts.limit("push_s")
+        if not self._slowest_s:
+            return limit
+        slow = f"timeouts.silent_s, or {PATIENCE} times the slowest push to the rollout servers"
+        return min(limit, Limit(max(self._timeouts.silent_s, PATIENCE * self._slowest_s), slow))
 
     def has_servers(self) -> bool:
         """Apply the driver's reports of servers (rank 0). Returns False if there is no server."""
@@ -113,6 +128,7 @@ class Pusher:
             report, lost = self.push(version)
         else:
             self._filler.members.replace(joined)
+            self._filler.members.limit = self.short_limit
             report, lost = self._push(self._filler, version, erases=self._may_erase, compares=self._verify_every > 0)
             filled = self._filler.members.current
             if self._filler.rank == 0:
@@ -157,6 +173,7 @@ class Pusher:
         probe = self._probe(batch) if batch and is_due else None
         erases = self._may_erase and is_due and self._is_first and self._filler is None
         report, lost = self._push(self.publisher, version, erases=erases, compares=is_due)
+        self._slowest_s = max(self._slowest_s, report.seconds)
         self._until_verified = max(0, self._until_verified - 1)
         num_unequal = report.num_unequal
         if probe and (others := self._verify(*probe)):
@@ -187,6 +204,11 @@ class Pusher:
             if report.repeats:
                 num_repeats += 1
                 _log.warning("The push of version %d is repeated: %s", version, report.cause)
+
+    def close(self) -> None:
+        self.publisher.close()
+        if self._filler:
+            self._filler.close()
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context: inside, pushes send the moving average of the weights. No effect without learner.ema_decay.

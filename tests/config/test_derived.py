@@ -52,6 +52,17 @@ def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path:
         assert not load(tmp_path, f"algorithm.advantage={advantage}").drops_zero_variance
 
 
+def test_a_range_of_servers_names_all_that_may_join(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, "placement.rollout.servers={min: 2, max: 3}", "placement.eval.servers=1", "eval.every_steps=5"
+    )
+    placed = config.placement.rollout
+    assert (placed.is_elastic, placed.fewest, placed.most, config.placement.num_servers) == (True, 2, 3, 4)
+    assert config.server_names == ("rollout/0", "rollout/1", "rollout/2", "eval/0") and len(config.engines) == 4
+    fixed = load(tmp_path, "placement.rollout.servers=2").placement.rollout
+    assert (fixed.is_elastic, fixed.fewest, fixed.most) == (False, 2, 2)
+
+
 @pytest.mark.parametrize(("limit", "longest"), [(0, 528), (1000, 1000), (512, 512), (100, 100)])
 def test_an_episode_is_as_long_as_its_limit_says(
     tmp_path: Path, limit: int, longest: int

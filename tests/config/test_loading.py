@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,12 @@ def test_a_list_of_any_length_is_read_and_written(tmp_path: Path) -> None:
     assert "target_modules:\n    - q_proj\n" in dump_config(config)
 
 
+def test_a_number_of_servers_or_its_range_is_read_and_written(tmp_path: Path) -> None:
+    for servers in ({"min": 1, "max": 3}, 3):
+        config = load(tmp_path, MINIMAL + f"placement: {{rollout: {{servers: {json.dumps(servers)}}}}}\n")
+        assert config.placement.rollout.servers == servers and load(tmp_path, dump_config(config)) == config
+
+
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [
@@ -101,6 +108,7 @@ def test_a_list_of_any_length_is_read_and_written(tmp_path: Path) -> None:
         ("rollout.max_head_offpolicyness=2", "staleness.max"), ("num_generations=8", "rollout.group_size"),
         ("actor_rollout_ref.rollout.n=8", "rollout.group_size"), ("algorithm.beta=0.1", "algorithm.kl.coef"),
         ("kl.coef=0.1", "algorithm.kl.coef"), ("clip={dual: 3.0}", "algorithm.clip.dual"),
+        ("rollout.server_url=http://h:1", "rollout.server_urls"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path, override: str, nearest: str) -> None:

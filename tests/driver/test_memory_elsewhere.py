@@ -89,7 +89,8 @@ class Asked:
         """Check the learner's memory, then that of the server, as its start does."""
         processes: Any = self
         found = check_ranks_memory(processes, ["learner/0"], self._config.timeouts.limit("startup_s"), self._gpus)
-        self._learner.check_server_memory(self._server_bytes, self._gpus)
+        learner: Any = self._learner
+        learner.check_server_memory(self._server_bytes, self._gpus)
         return found
 
 

@@ -57,6 +57,13 @@ def test_many_nodes_share_ranks_and_servers_evenly() -> None:
     ]
 
 
+def test_a_run_whose_servers_may_join_is_placed_with_the_fewest() -> None:
+    (demand,) = host_demands(placed_on(rollout=RolloutPlacement(servers={"min": 1, "max": 8})), 2)
+    assert dict(demand.gpus_of) == {"buffer": 0, "rollout/0": 1, "learner/0": 1}
+    hosts = host_demands(placed_on(rollout=RolloutPlacement(nodes=4, servers={"min": 2, "max": 8})))
+    assert [list(host.gpus_of) for host in hosts] == [["buffer", "learner/0"], ["rollout/0"], ["rollout/1"]]
+
+
 @pytest.mark.parametrize(
     ("gpus", "each", "total"), [(0, 0.0, 0.0), (1, 0.5, 1.0), (2, 1.0, 2.0), (8, 1.0, 2.0)]
 )
@@ -114,6 +121,7 @@ def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
         (placed_on(rollout=RolloutPlacement(tp=2)), 1),
         (placed_on(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True), 1),
         (placed_on(LearnerPlacement(nodes=1), RolloutPlacement(nodes=1, servers=2)), 2),  # several hosts
+        (placed_on(rollout=RolloutPlacement(servers={"min": 1, "max": 2})), 1),  # which a second server would share
     ],
 )
 def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(asked: Config, gpus: int) -> None:

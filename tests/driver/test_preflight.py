@@ -225,6 +225,8 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(base: Config, tm
     assert synchronous["longest sequence, tokens"] == "356"
     deep = derived(staleness={"max": 8, "depth": 1.5})
     assert deep["groups in flight or waiting, at most"] == "40" and deep["episodes at the engines, at most"] == "320"
+    several = {"placement": {"rollout": {"servers": {"min": 1, "max": 4}}}, "rollout": {"max_groups_in_flight": 2}}
+    assert derived(staleness={"max": 8}, **several)["episodes at the engines, at most"] == "64"  # 4 * 2 * 8 answers
     assert not (tmp_path / "runs").exists()
 
 
@@ -286,3 +288,16 @@ def test_a_missing_file_or_function_is_named_with_its_key(tmp_path: Path, overri
     with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
         check_names(load_config(settings, [override]))
     check_names(load_config(settings))
+
+
+@pytest.mark.parametrize(("servers", "urls", "fits"), [
+    (1, 1, True), (2, 1, False), (2, 2, True), (2, 3, False), ({"min": 2, "max": 3}, 1, False),
+    ({"min": 2, "max": 3}, 2, True), ({"min": 2, "max": 3}, 3, True), ({"min": 2, "max": 3}, 4, False),
+])
+def test_a_run_has_as_many_urls_as_servers(
+    servers: int | dict[str, int], urls: int, fits: bool, tmp_path: Path
+) -> None:
+    rollout = {"server_urls": [f"http://10.0.0.{number}:3" for number in range(urls)]}
+    config = make_config(tmp_path, rollout=rollout, placement={"rollout": {"servers": servers}})
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"^rollout\.server_urls "):
+        check_names(config)

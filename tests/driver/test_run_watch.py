@@ -50,7 +50,9 @@ class Run:
         self.run_dir = self.config.run_dir
         self.log = RunLog(self.config)
         self.learner = Calls()
-        self.processes: Any = SimpleNamespace(actors={"learner/0": self.learner}, place=None)
+        self.processes: Any = SimpleNamespace(
+            actors={"learner/0": self.learner}, place=None, reservation=SimpleNamespace(host_of=lambda name: "h"),
+        )
         supervisor = Supervisor(self.config, self.processes, self.log)
         self.act, self.watchdog = supervisor.act, supervisor.watchdog
         self.watch: Any = supervisor.watch

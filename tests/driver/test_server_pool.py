@@ -34,6 +34,27 @@ def test_a_run_begins_with_its_fewest_servers_and_others_join_when_they_have_a_h
     assert not run.asked and not run.learner.pauses and run.pool.statuses()[2].version == 7
 
 
+def test_the_learner_starts_with_the_fewest_rollout_servers_and_all_evaluation_servers(open_run: OpenRun) -> None:
+    run = open_run({"min": 1, "max": 2}, evals=1)
+    run.slow, run.without_host = {"eval/0"}, {"rollout/1"}
+
+    async def begin() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            run.pool.begin(tasks, "tcp://buffer")
+            starting = asyncio.create_task(run.pool.until_up())
+            await run.until(lambda: run.state("rollout/0") == "filling")
+            await run.looks()
+            assert not starting.done() and run.learner.calls == []
+            run.slow.clear()
+            await starting
+            assert run.pool.first_up() == "rollout/0"
+            for task in run.pool.tasks:
+                task.cancel()
+
+    asyncio.run(begin())
+    run.log.close()
+
+
 def test_servers_of_one_gpu_start_one_after_the_other(open_run: OpenRun) -> None:
     for one_by_one, most in ((True, 1), (False, 2)):
         run = open_run(2, one_by_one=one_by_one)

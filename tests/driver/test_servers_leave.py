@@ -47,7 +47,7 @@ def test_a_removed_server_finishes_its_groups_and_its_name_can_join_again(
     assert run.has_noted("refused: ") == is_repeated
 
 
-def test_a_server_that_is_removed_at_once_or_drains_for_too_long_leaves_with_its_groups(open_run: OpenRun) -> None:
+def test_a_server_that_drains_for_too_long_or_not_at_all_leaves_with_groups(open_run: OpenRun) -> None:
     run = open_run({"min": 1, "max": 3}, leave_s=0.1)
 
     async def go_on() -> None:

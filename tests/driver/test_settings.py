@@ -22,7 +22,6 @@ from async_rl.run.processes.placement import Host, Reservation, host_demands
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
 
-
 HOST = Host(name="h", cpus=8.0, gpus=0.0)
 
 

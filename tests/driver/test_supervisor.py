@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,12 @@ def test_a_dropped_server_is_started_again_once_and_an_overdue_learner_ends_the_
     told.join(5)
     assert num_lost(run) == run.notes.count(BACK) == 1
     assert run.has_noted("(the network was cut)")
-    assert run.happened() == [
+    assert run.happened("rollout/0 ", "learner/0") == [
         "rollout/0 started", "rollout/0 connected in start 1", "learner/0 started",
-        "learner adds start 1 of rollout/0 at http://rollout/0", "learner removes start 1 of rollout/0",
         "rollout/0 abandoned before start 2", "rollout/0 started", "rollout/0 connected in start 2",
+    ]
+    assert run.happened("of rollout/0") == [
+        "learner adds start 1 of rollout/0 at http://rollout/0", "learner removes start 1 of rollout/0",
         "learner adds start 2 of rollout/0 at http://rollout/0",
     ]
 
@@ -96,7 +99,7 @@ def test_a_dead_evaluation_server_costs_its_evaluation_and_two_deaths_the_run(st
     run.tell("rollout-0-answers", "rollout-1-dies when asked")
     thread = tells_when(
         run, lambda: "eval/0 is back" in run.notes and run.log.version > 10,
-        "learner-0-hangs", "rollout-0-dies",
+        "learner-0-takes no step", "rollout-0-dies",
     )
     with pytest.raises(ProcessKilledError, match=r"2 times .*\(placement\.rollout\.max_"):
         run.train()
@@ -113,11 +116,10 @@ def test_a_dead_evaluation_server_costs_its_evaluation_and_two_deaths_the_run(st
     assert num_lost(run) == 2
 
 
-def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_a_learner_that_never_pushes_ends_the_run(
-    start_run: StartRun,
-) -> None:
+def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_must_get_weights(start_run: StartRun) -> None:
     run = start_run(colocated=True, batch_s=2, silent_s=4)
-    run.tell("rollout-0-answers", "learner-0-drops a server")
+    run.tell("rollout-0-answers")
+    drop = tells_when(run, lambda: run.log.version > 3, "learner-0-drops a server")
 
     def has_less_room_and_its_turn_has_ended() -> bool:
         is_told = run.has_noted("rollout/0 came back with room for 1000 tokens")
@@ -126,7 +128,8 @@ def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_a_learner_that_never_pu
     thread = tells_when(run, has_less_room_and_its_turn_has_ended, "learner-0-has no weights to give", "rollout-0-dies")
     with pytest.raises(WaitTimeoutError, match=r"^rollout/0 .*timeouts\.batch_s"):
         run.train()
-    thread.join(5)
+    for each in (drop, thread):
+        each.join(5)
     assert run.happened("rollout/0 started", "abandoned", "the turn")[:5] == [
         "rollout/0 started", "rollout/0 abandoned before start 2", "the turn of rollout/0", "rollout/0 started",
         "the turn of rollout/0 ends",
@@ -270,7 +273,9 @@ def test_status_shows_what_the_driver_waits_for_outside_training(
 
 
 @pytest.mark.nightly
-def test_ctrl_c_before_the_learner_has_started_ends_the_run_at_once(start_run: StartRun) -> None:
+def test_ctrl_c_before_the_learner_has_started_ends_the_run_at_once(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
     run = start_run()
     run.tell("learner-0-starts for long")
 
@@ -286,3 +291,71 @@ def test_ctrl_c_before_the_learner_has_started_ends_the_run_at_once(start_run: S
             run.train()
         thread.join(5)
     assert run.log.version == 0 and run.processes.signals.requested
+    assert not [record for record in caplog.records if record.name == "asyncio"], "the user would see a stack trace"
+
+
+def test_servers_join_drain_and_leave_while_steps_are_made(start_run: StartRun) -> None:
+    run, both = start_run({"min": 1, "max": 2}, rollout={"max_restarts": 0}), ["rollout/0", "rollout/1"]
+    run.reservation.without_host = {"rollout/1"}
+    run.tell("rollout-0-answers", "rollout-1-answers")
+
+    def change_servers() -> None:
+        wait_until(lambda: run.log.version > 3, 60, "steps with one server")
+        run.reservation.without_host.clear()
+        wait_until(lambda: run.serving() == both, 60, "the second server")
+        run.ask("remove", name="rollout/1")
+        wait_until(lambda: len(run.happened("rollout/1 retired in start 1")) > 1, 60, "its drain")
+        assert run.states()["rollout/1"] == "draining" and "rollout/1" in run.processes.actors
+        run.tell("rollout-1-has no groups")
+        wait_until(lambda: run.reservation.released == ["rollout/1"], 60, "its end")
+        run.ask("max", number=2)
+        wait_until(lambda: run.serving() == both, 60, "the second server again")
+        run.reservation.left_s["rollout/0"] = 60.0
+        wait_until(lambda: run.states()["rollout/0"] == "draining", 60, "the drain of a host that leaves")
+        run.tell("rollout-0-dies")  # with its host, before it has finished its groups: no death that counts
+        wait_until(lambda: run.states()["rollout/0"] != "draining", 60, "the end of the host")
+        run.reservation.left_s.clear()
+        run.untell("rollout-0-dies")
+        wait_until(lambda: run.serving() == both, 60, "the first server again")
+
+    with ThreadPoolExecutor() as pool:
+        changing = pool.submit(change_servers)
+        thread = ends_when(run, changing.done)
+        run.train()
+        thread.join(5)
+        changing.result()
+    assert run.happened("abandoned") == ["rollout/1 abandoned before start 2", "rollout/0 abandoned before start 2"]
+    adds = [event for event in run.happened("learner adds") if "of rollout/0" in event]
+    assert [event[: len("learner adds start 1")] for event in adds] == ["learner adds start 1", "learner adds start 2"]
+    assert run.happened("of rollout/1")[:3] == [
+        "learner adds start 1 of rollout/1 at http://rollout/1", "learner removes start 1 of rollout/1",
+        "learner removes start 1 of rollout/1",
+    ], "when it begins to drain, and when it has ended"
+
+
+@pytest.mark.nightly
+def test_a_drain_goes_on_with_the_next_buffer(start_run: StartRun) -> None:
+    run = start_run({"min": 1, "max": 2})
+    run.tell("rollout-0-answers", "rollout-1-answers")
+
+    def revive(death: ProcessKilledError) -> None:
+        run.untell("buffer-0-dies")
+        ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
+
+    def remove_a_server() -> None:
+        wait_until(lambda: run.serving() == ["rollout/0", "rollout/1"], 60, "two servers")
+        run.ask("remove", name="rollout/1")
+        wait_until(lambda: bool(run.happened("rollout/1 retired")), 60, "its drain")
+        run.tell("buffer-0-dies")
+        wait_until(lambda: run.processes.starts["buffer"] == 2, 60, "the next buffer")
+        retired = len(run.happened("rollout/1 retired"))
+        wait_until(lambda: len(run.happened("rollout/1 retired")) > retired + 1, 60, "the repeated retirement")
+        run.tell("rollout-1-has no groups")
+        wait_until(lambda: run.reservation.released == ["rollout/1"], 60, "its end")
+
+    with ThreadPoolExecutor() as pool:
+        removing = pool.submit(remove_a_server)
+        thread = ends_when(run, removing.done)
+        run.train(revive)
+        thread.join(5)
+        removing.result()

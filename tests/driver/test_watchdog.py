@@ -45,7 +45,7 @@ class Processes:
 def test_silence_counts_from_the_first_answer_of_a_process_that_starts(
     is_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that Ray has no host for, as its own is lost, is no dead one: its start has timeouts.startup_s."""
+    """One whose engine still starts is not dead: its start has timeouts.startup_s."""
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.01)
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
     config = make_config(run={"name": "r", "dir": tmp_path}, timeouts={"silent_s": 1e-3})

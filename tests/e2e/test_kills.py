@@ -111,9 +111,7 @@ def test_a_process_that_dies_where_pushes_are_compact_is_replaced_or_ends_the_ru
     check(kill_once(str(smoke_yaml), kind, compact, random.Random(1), tmp_path), tmp_path)
     if form == "delta":
         shares = [r["push/changed_share"] for r in logged(tmp_path / kind) if "push/changed_share" in r]
-        assert shares[0] == 1.0
-        assert shares.count(1.0) > 1
-        assert shares[-1] < 1.0
+        assert max(shares) < 1.0, "one that has come back gets whole weights by itself"
 
 
 def check(outcome: KillResult, folder: Path) -> None:

@@ -89,7 +89,7 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
                 ),
             )
             publisher = open_publisher(pushing, [server.engine.url], 0, device)
-            publisher.connect()
+            publisher.transport.connect()
             held = Memory(device, config.rollout.gpu_memory_utilization * at_start_bytes)
             if in_turns:
                 publisher.release_server_memory()
@@ -137,7 +137,7 @@ def test_every_token_has_the_version_that_sampled_it_across_a_push(
             weight_sync=WeightSyncConfig(transport=transport, on_update=on_update),  # type: ignore[arg-type]
         )
         publisher = open_publisher(pushing, [server.engine.url], 0, device)
-        publisher.connect()
+        publisher.transport.connect()
         if in_turns:
             publisher.release_server_memory()
         publisher.push(((name, p.to(device)) for name, p in models[version].named_parameters()), version)

@@ -58,7 +58,7 @@ def test_a_server_holds_the_learners_weights_after_each_push(
     try:
         server.run(server.engine.start(), timeout_s=600.0)
         publisher = open_publisher(config, [server.engine.url], 0, device)
-        publisher.connect()
+        publisher.transport.connect()
         for version in (1, 2, 3):
             change(updater, 0.05 if form == "delta" else 1.0)
             weights = full_parameters(updater.policy, dtype) if parcels is None else None

@@ -54,7 +54,7 @@ def test_answers_over_a_push_are_true_to_their_versions(
         running = asyncio.create_task(server.engine.generate(request))
         await server.engine.generate(request_for(7))  # the group runs once this is answered
         publisher = open_publisher(config, [server.engine.url], 0, device)
-        await asyncio.to_thread(publisher.connect)
+        await asyncio.to_thread(publisher.transport.connect)
         await asyncio.to_thread(publisher.push, models[1].named_parameters(), 1)
         publisher.close()
         return await running

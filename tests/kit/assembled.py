@@ -74,7 +74,8 @@ def _run(config: Config, after_step: Callable[[], None]) -> Run:
     try:
         with _buffer(config, result) as address, _worker(engine, config, address, result) as (worker, work):
             listener = socket.create_server(("127.0.0.1", 0))
-            learner = Learner(config, 0, 1, *listener.getsockname(), address, [engine.engine.url], listener=listener)
+            learner = Learner(config, 0, 1, *listener.getsockname(), address, listener=listener)
+            learner.servers["rollout"].join("rollout/0", engine.engine.url, 1)
             assert learner._client is not None
             work.add_done_callback(lambda work: learner.stop() if work.exception() else None)
             learner._client.__class__ = RecordingClient

@@ -63,8 +63,6 @@ class FakeProcess:
             os._exit(9)
         if self.told("fails"):
             raise AsyncRLError(f"{self._index} lost its peer")
-        if self.told("hangs"):
-            time.sleep(1000)
 
     def dump_stacks(self) -> None: ...
 
@@ -204,7 +202,7 @@ class Learner(FakeProcess):
                 yield ServersFilled(servers=(("rollout/0", 1),), version=1)
                 yield ServersLost(servers=(("rollout/0", 1),))
                 self.tell("has told its news")
-            if self._pauses:
+            if self._pauses or self.told("takes no step"):
                 continue
             step += 1
             spans = (Span(f"learner/{self._index}", "busy", start_s, time.monotonic()),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.weights import open_filler, open_publisher
+from async_rl.base.weights.broadcast import BroadcastTransport
 from learner.loop.pusher import Pusher, open_pushers
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
 from learner.models.tiny_model import character_tokenizer
-from tests.kit.configs import learner_config
+from tests.extensions.transport import NEW_FOLDERS, NewFolderTransport
+from tests.kit.configs import changed, learner_config
 from tests.kit.engines.object_receiver import ObjectReceiver
 from tests.kit.engines.serving_process import ServingProcess, checksums
 from tests.kit.learner.batches import make_batch
@@ -122,7 +125,27 @@ def test_a_joiner_is_filled_by_itself_and_then_gets_the_pushes_of_all(
     assert (report.changed_share < 0.2) == ("delta" in way), report.changed_share
     check_served(servers, updater, 2)
     assert "erase_weights" not in calls_of(servers[2])
-    pusher.publisher.close()
+    pusher.close()
+
+
+CLOSED: list[str] = []
+
+
+class ClosingTransport(NewFolderTransport):
+    def close(self) -> None:
+        CLOSED.append(self.members.purpose)
+
+
+CLOSING = replace(NEW_FOLDERS, open=ClosingTransport)
+
+
+def test_the_end_closes_the_transports_of_fills_and_of_pushes(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    config = changed(config_of("disk", tiny_model_path, tmp_path), weight_sync={"transport": f"{__name__}:CLOSING"})
+    CLOSED.clear()
+    open_pushers(config, Updater(config, CPU), 0)["rollout"].close()
+    assert sorted(CLOSED) == ["fill", "push"]
 
 
 class RefusingReceiver(ObjectReceiver):
@@ -196,7 +219,7 @@ def pool_of_objects(model: Path, folder: Path) -> Pool:
 
 
 @pytest.mark.parametrize("kind", [RefusingReceiver, ForgetfulReceiver])
-def test_a_joiner_that_does_not_load_the_weights_is_lost_and_costs_the_others_nothing(
+def test_a_joiner_that_loads_not_all_is_lost_and_costs_the_others_nothing(
     kind: type[ObjectReceiver], tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     pool = pool_of_objects(tiny_model_path, tmp_path)
@@ -252,7 +275,7 @@ def test_a_joiner_that_leaves_while_it_is_filled_gets_no_push_and_is_not_reporte
 
 
 @pytest.mark.parametrize("way", ["gloo", "staged", "delta"])
-def test_a_joiner_with_which_no_group_can_be_used_is_lost_and_costs_the_others_nothing(
+def test_a_joiner_that_refuses_or_hangs_is_lost_and_costs_the_others_nothing(
     way: str, processes: list[ServingProcess], other_model: ServingProcess, says_it_has_joined: str,
     tiny_model_path: Path, tmp_path: Path, one_rank: None,
 ) -> None:
@@ -268,9 +291,13 @@ def test_a_joiner_with_which_no_group_can_be_used_is_lost_and_costs_the_others_n
     pool.filler.members.limit = limit
     pool.join("rollout/1", processes[1].url, 2)
     assert pool.fill() == [ServersFilled(servers=(("rollout/1", 2),), version=1)]
+    assert isinstance(pool.filler.transport, BroadcastTransport)
+    group_name, admin = pool.filler.transport.group_name, pool.pusher.members.admin("rollout/1")
+    with pytest.raises(WeightSyncError, match=group_name):  # it has left the group already
+        admin.leave_group(group_name)
     pool.step()
     check_served(processes[:2], pool.updater, 2)
-    pool.pusher.publisher.close()
+    pool.pusher.close()
 
 
 @pytest.fixture(scope="module")

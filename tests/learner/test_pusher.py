@@ -48,6 +48,7 @@ def test_the_time_to_fill_servers_is_in_the_next_steps_metrics(open_run: OpenRun
 def test_a_learner_whose_batches_are_always_ready_fills_a_joiner_after_its_next_push(
     open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
+    """The others do not wait for it: groups may start with the version before."""
     learner = open_run(3, weight_sync={"verify_every": 0})
     fake_buffer.calls, fake_buffer.is_ready = publisher.calls, True
     reports = []
@@ -59,7 +60,7 @@ def test_a_learner_whose_batches_are_always_ready_fills_a_joiner_after_its_next_
     calls = [(name, version) for name, version in publisher.calls if name in ("fill", "push", "served", "take")]
     assert calls == [
         ("fill", 0), ("served", 0), ("take", 0), ("push", 1), ("served", 1), ("take", 1),
-        ("push", 2), ("fill", 2), ("served", 2), ("take", 2), ("push", 3),
+        ("push", 2), ("served", 2), ("fill", 2), ("take", 2), ("push", 3),
     ]  # fmt: skip
     assert publisher.members.names == ("rollout/0", "rollout/1")
 
@@ -77,7 +78,7 @@ def test_a_paused_learner_fills_a_joiner(open_run: OpenRun, publisher: FakePubli
     assert [report.version for report in reports] == [1]
 
 
-def test_a_version_that_only_a_joiner_has_is_pushed_to_all_and_served_before_the_joiner_is_reported(
+def test_a_joiner_with_a_version_of_its_own_is_reported_once_all_serve_it(
     open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     """The joiner's tokens would else be newer than any slot may expect."""

@@ -124,7 +124,7 @@ def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_server_that_joins_while_the_learner_waits_for_a_batch_gets_a_push_with_all_others(
+def test_a_server_that_joins_in_the_wait_for_a_batch_gets_a_push_with_all_others(
     leaves: bool, learner: Learner, publisher: FakePublisher
 ) -> None:
     """A server that leaves before this push is not reported."""

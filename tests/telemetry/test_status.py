@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.status import (
     INTERRUPTED_END,
     NORMAL_END,
     STALE_S,
+    ServerStatus,
     Status,
+    format_servers,
     format_status,
     state_of,
     write_status,
@@ -62,3 +65,28 @@ def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: 
     assert len(format_status(tmp_path).splitlines()) == 1, "it ended before any process"
     write_status(tmp_path, [status], f"{INTERRUPTED_END}; resume with: async-rl train --resume {tmp_path}")
     assert format_status(tmp_path).rstrip().endswith(f"--resume {tmp_path}"), "and no process"
+
+
+def test_the_table_of_servers_has_their_state_place_version_and_groups(tmp_path: Path) -> None:
+    now_s = time.time()
+    servers = [
+        ServerStatus(name="rollout/0", state="serving", place="10.0.0.2", version=7, since_s=now_s - 75),
+        ServerStatus(name="rollout/1", state="filling", place="http://10.0.0.3:3", version=-1, since_s=now_s - 5),
+        ServerStatus(name="eval/0", state="serving", place="10.0.0.4", version=4, since_s=now_s + 5),
+    ]
+    status = Status(process="rollout/0", doing="generates", since_s=time.monotonic(), groups=3)
+    write_status(tmp_path, [status], "running", servers=servers)
+    rows = [line.split() for line in format_servers(tmp_path).splitlines()[1:]]
+    assert [row[:5] for row in rows] == [
+        ["rollout/0", "serving", "10.0.0.2", "7", "3"], ["rollout/1", "filling", "http://10.0.0.3:3", "-", "0"],
+        ["eval/0", "serving", "10.0.0.4", "4", "-"],
+    ]
+    assert rows[0][5] in ("75", "76") and rows[2][5] == "0", "the clock of the driver's host may be ahead"
+    assert [line.partition(":")[0] for line in format_status(tmp_path).splitlines()[3:]] == ["rollout/1"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"processes": []}', '{"processes": [], "servers": [{}]}'])
+def test_a_status_without_servers_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        format_servers(tmp_path)

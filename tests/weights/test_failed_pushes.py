@@ -189,7 +189,7 @@ def test_a_server_that_stood_still_before_a_push_is_pushed_to_again_a_few_times(
 
 @pytest.mark.timeout(45)  # the learner's own half of the join waits for a minute longer
 @pytest.mark.parametrize("outlives_servers", [False, True])
-def test_a_live_server_that_does_not_join_is_an_error_unless_the_push_outlives_servers(
+def test_a_live_server_that_does_not_join_is_an_error_or_is_lost(
     outlives_servers: bool, url_of_server: Any
 ) -> None:
     publisher = publisher_for(CONFIG, [url_of_server(AcceptingHandler)], open_gloo)  # it only says so

@@ -26,7 +26,7 @@ from async_rl.base.weights.parcels import (
 )
 from async_rl.base.weights.sums import holds_nan
 
-FIRST = Member("rollout/0", "http://a", 0)
+FIRST = Member("rollout/0", "http://a", 1)
 MEMBERS = (FIRST,)
 
 
@@ -116,7 +116,7 @@ def test_the_share_of_changed_values_is_counted_by_their_bits() -> None:
 
 
 @pytest.mark.parametrize("members", [
-    (FIRST._replace(url="http://b"),), (FIRST._replace(start=1),), (FIRST, Member("rollout/1", "http://c", 0)),
+    (FIRST._replace(url="http://b"),), (FIRST._replace(start=2),), (FIRST, Member("rollout/1", "http://c", 1)),
 ])
 def test_all_weights_travel_whole_when_a_server_has_joined(members: tuple[Member, ...]) -> None:
     """One that was started again has joined too, also at the same URL."""
@@ -127,6 +127,49 @@ def test_all_weights_travel_whole_when_a_server_has_joined(members: tuple[Member
     assert not changes.is_sparse
     (rebuilt,) = Rebuilder(no_files).rebuild([("w" + SUFFIX, parcel)])
     assert torch.equal(rebuilt[1], weights["w"].bfloat16())
+
+
+def test_a_joiner_gets_the_last_version_whole_and_the_next_push_of_all_is_sparse() -> None:
+    changes, joiner = ChangedWeights(torch.bfloat16), Member("rollout/1", "http://c", 1)
+    weights, rebuilders = {"w": torch.randn(1000)}, [Rebuilder(no_files), Rebuilder(no_files)]
+    list(rebuilders[0].rebuild(sent(changes, weights, 1)))
+    parcels = list(changes.parcels(weights.items(), 1, [joiner]))
+    assert not changes.is_sparse
+    list(rebuilders[1].rebuild(parcels))
+    changes.delivered([joiner])
+    weights["w"][3] = 9.0
+    parcels = list(changes.parcels(weights.items(), 2, [FIRST, joiner]))
+    assert changes.is_sparse
+    for rebuilder in rebuilders:
+        ((_, rebuilt),) = rebuilder.rebuild(parcels)
+        assert torch.equal(bits(rebuilt), bits(weights["w"].bfloat16()))
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_joiner_that_does_not_get_it_leaves_the_next_push_of_the_others_sparse(
+    breaks_off: bool
+) -> None:
+    changes, joiner = ChangedWeights(torch.bfloat16), Member("rollout/1", "http://c", 1)
+    weights, rebuilder = {"a": torch.randn(1000), "b": torch.randn(1000)}, Rebuilder(no_files)
+    list(rebuilder.rebuild(sent(changes, weights, 1)))
+    parcels = changes.parcels(weights.items(), 1, [joiner])
+    next(parcels) if breaks_off else list(parcels)
+    weights["a"][3] = 9.0
+    rebuilt = dict(rebuilder.rebuild(sent(changes, weights, 2)))
+    assert changes.is_sparse
+    assert all(torch.equal(bits(rebuilt[name]), bits(weights[name].bfloat16())) for name in weights)
+
+
+def test_a_new_version_that_only_a_joiner_has_travels_whole_to_all() -> None:
+    changes, joiner = ChangedWeights(torch.bfloat16), Member("rollout/1", "http://c", 1)
+    weights = {"w": torch.randn(1000)}
+    sent(changes, weights, 1)
+    list(changes.parcels(weights.items(), 2, [joiner]))
+    changes.delivered([joiner])
+    for version, is_sparse in ((2, False), (3, True)):
+        list(changes.parcels(weights.items(), version, [FIRST, joiner]))
+        changes.delivered([FIRST, joiner])
+        assert changes.is_sparse == is_sparse
 
 
 def test_all_weights_travel_whole_after_a_push_that_failed() -> None:

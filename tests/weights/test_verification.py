@@ -189,7 +189,7 @@ def test_a_server_that_joins_is_compared_in_its_first_push() -> None:
     assert [member.name for member in report.lost] == ["rollout/0"]
 
 
-def test_a_server_that_was_compared_when_it_was_filled_is_not_compared_in_its_first_push() -> None:
+def test_a_server_that_was_compared_in_a_fill_is_not_compared_in_the_next_push() -> None:
     good, joiner = WeighedServer(-1.0, 3.0), WeighedServer(-1.0, 3.0)
     publisher = weighing(good, transport="cuda_ipc")
     assert push_to(publisher, compares=True).num_compared == 1

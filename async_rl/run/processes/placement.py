@@ -389,8 +389,8 @@ class Reservation:
 
     def _is_placed(self, server: str) -> bool:
         """Return whether a server has a host that is there and does not leave, and note its address."""
-        node, group = _node_of(self._groups[server]), self._groups[server]
-        if not node or node in leaving_nodes() or not group.wait(0):
+        node = _node_of(self._groups[server])
+        if not node or node in leaving_nodes():
             return False
         address = next((host.name for host in ray_hosts() if host.node == node), "")
         self._hosts[server] = address or self._hosts.get(server, "")
@@ -427,7 +427,8 @@ def _node_of(group: Any) -> str:
     """Return the node ID of the host of a placement group with one bundle; "" if it has none."""
     from ray.util import placement_group_table
 
-    return str(placement_group_table(group)["bundles_to_node_id"].get(0) or "")
+    placed = placement_group_table(group)
+    return str(placed["bundles_to_node_id"].get(0) or "") if placed["state"] == "CREATED" else ""
 
 
 def leaving_nodes() -> dict[str, float]:

@@ -185,6 +185,11 @@ class ServerPool:
             return all(server.is_known for server in self.servers.values() if server.state is ServerState.FILLING)
 
         await self._changed.wait_until(are_known, self._config.timeouts.limit("startup_s"), "the learner")
+        are_up = (ServerState.FILLING, ServerState.SERVING)
+        up = {name for name, server in self.servers.items() if server.state in are_up}
+        for name in set(self._config.server_names) - up:  # steps do not wait for the reports of those that join later
+            self._log.lost(name)
+            self._log.left(name)
 
     def note_filled(self, report: ServersFilled) -> None:
         """Let the servers serve that have the learner's weights by its report."""

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 GRACE_S = 3.0
 """Seconds to wait after a learner rank fails. If a peer's death is the cause, that error ends the run meanwhile."""
 
+
+class EndedError(Exception):
+    """A person ends the run at once. It becomes a KeyboardInterrupt, of which asyncio would log a stack trace."""
+
+
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
 """A function that starts a new buffer after a death. It gets the error of the death, and raises it if it can't."""
 
@@ -100,7 +105,8 @@ class Supervisor:
         try:
             asyncio.run(self._train(buffer_address, revive_buffer, start_learner, signals))
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            error = group.exceptions[0]
+            raise (KeyboardInterrupt(str(error)) if isinstance(error, EndedError) else error) from None
         finally:
             signals.is_heeded = True
 
@@ -257,7 +263,7 @@ class Supervisor:
         while True:
             dead = await self.watchdog.look()
             if signals.at_once:  # the second signal was raised in another thread than this one
-                raise KeyboardInterrupt("ended at once")
+                raise EndedError("ended at once")
             self._log.close_overdue()
             if self.watch:
                 self.watch.look()
@@ -284,11 +290,11 @@ class Supervisor:
         """Wait until Ctrl-C has set `stop`, then have the learner end with a checkpoint.
 
         Raises:
-            KeyboardInterrupt: the learner did not end within timeouts.interrupt_s, or has not started yet.
+            EndedError: the learner did not end within timeouts.interrupt_s, or has not started yet.
         """
         await stop.wait()
         if not self._is_training:
-            raise KeyboardInterrupt("ended before the learner has started")
+            raise EndedError("ended before the learner has started")
         limit = self._config.timeouts.limit("interrupt_s")
         self._log.logger.note(
             f"interrupted: ending with a checkpoint after this step, within {limit}. Again to end at once"
@@ -298,7 +304,7 @@ class Supervisor:
         self._evaluations.cancel()
         await asyncio.sleep(limit.seconds)
         if self._learning:
-            raise KeyboardInterrupt(f"the learner did not end within {limit} of the interrupt")
+            raise EndedError(f"the learner did not end within {limit} of the interrupt")
 
     def give_up(self, error: BaseException) -> None:
         """Write into status.json that the run ends with `error`. After a timeout, all processes log their stacks."""

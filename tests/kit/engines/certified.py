@@ -74,7 +74,7 @@ def certified(config: Config, plant: Plant = lambda engine: None) -> dict[str, P
             figures.add(record)
             if lost:
                 break
-        pusher.publisher.close()
+        pusher.close()
         return certificate(figures.all())
 
     return {axis.name: axis for axis in with_engine(config, run)}

@@ -110,7 +110,7 @@ def stepped(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("engines", ["bfloat16"], indirect=True)
-def test_a_sparse_push_gives_exact_bits_also_to_a_server_that_was_filled_with_whole_weights(
+def test_a_sparse_push_gives_exact_bits_also_to_a_server_that_was_filled(
     engines: list[EngineInThread], tmp_path: Path
 ) -> None:
     publisher = open_for(engines, tmp_path, delta=True)

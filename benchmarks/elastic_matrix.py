@@ -115,7 +115,7 @@ class Outcome:
     """Why it did not recover; empty if it did."""
 
 
-class Run:
+class DisturbedRun:
     """A run whose servers the program disturbs.
 
     Args:
@@ -268,7 +268,7 @@ def walk(events: Sequence[str], seconds: float, rng: random.Random) -> Iterator[
         yield rng.choice(events)
 
 
-def disturb(run: Run, events: Iterable[str], rng: random.Random, outcomes: list[Outcome]) -> dict[str, str]:
+def disturb(run: DisturbedRun, events: Iterable[str], rng: random.Random, outcomes: list[Outcome]) -> dict[str, str]:
     """Make the events happen in a run one after the other, add their outcomes, and return the audit of the run."""
     try:
         for event in events:
@@ -330,7 +330,7 @@ def main() -> None:
     for situation in ["walk"] if arguments.walk else arguments.situations.split(","):
         folder = Path(tempfile.mkdtemp(prefix=f"elastic-{situation}-"))
         settings = "group" if arguments.walk else situation
-        run = Run(arguments.config, arguments.engine, settings, arguments.overrides, folder)
+        run = DisturbedRun(arguments.config, arguments.engine, settings, arguments.overrides, folder)
         run.situation = situation
         events = arguments.events.split(",") if arguments.events else possible
         found = disturb(run, walk(events, arguments.walk, rng) if arguments.walk else events, rng, outcomes)

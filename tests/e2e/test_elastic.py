@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic_matrix import EVENTS, SITUATIONS, Outcome, Run, disturb
+from benchmarks.elastic_matrix import EVENTS, SITUATIONS, DisturbedRun, Outcome, disturb
 
 pytestmark = pytest.mark.e2e
 
 SETTINGS = ["staleness.max=2", "task.size=100000"]
 
 
-def problems(run: Run, *events: str) -> list[str]:
+def problems(run: DisturbedRun, *events: str) -> list[str]:
     """Make the events happen, end the run, and return what is wrong with it."""
     outcomes: list[Outcome] = []
     found = disturb(run, events, random.Random(1), outcomes)
@@ -23,7 +23,7 @@ def problems(run: Run, *events: str) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_a_server_drains_and_joins_again_and_one_that_dies_is_replaced(smoke_yaml: Path, tmp_path: Path) -> None:
-    run = Run(str(smoke_yaml), "hf", "group", SETTINGS, tmp_path, most=2)
+    run = DisturbedRun(str(smoke_yaml), "hf", "group", SETTINGS, tmp_path, most=2)
     assert problems(run, "drain", "kill worker") == []
 
 
@@ -33,12 +33,12 @@ def test_a_server_drains_and_joins_again_and_one_that_dies_is_replaced(smoke_yam
 def test_events_at_chosen_moments_cost_no_group(smoke_yaml: Path, tmp_path: Path, situation: str) -> None:
     """All situations: python -m benchmarks.elastic_matrix."""
     assert situation in SITUATIONS
-    run = Run(str(smoke_yaml), "hf", situation, SETTINGS, tmp_path)
+    run = DisturbedRun(str(smoke_yaml), "hf", situation, SETTINGS, tmp_path)
     assert problems(run, *(each for each in EVENTS if each != "kill server")) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_an_sglang_server_joins_drains_and_dies(smoke_yaml: Path, tmp_path: Path) -> None:
-    run = Run(str(smoke_yaml), "sglang", "group", SETTINGS, tmp_path, most=2)
+    run = DisturbedRun(str(smoke_yaml), "sglang", "group", SETTINGS, tmp_path, most=2)
     assert problems(run, "drain", "kill server", "kill buffer") == []

@@ -33,7 +33,7 @@ EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 GROUPS = {
     "start": ("init", "doctor"),
     "train": ("sft", "reward-model", "train", "sweep"),
-    "look": ("status", "view", "report", "eval", "plan"),
+    "look": ("status", "servers", "view", "report", "eval", "plan"),
     "export": ("export", "export-trajectories"),
     "advanced": ("answer", "certify", "config", "keys", "prepare"),
 }

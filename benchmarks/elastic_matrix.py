@@ -135,14 +135,14 @@ class DisturbedRun:
             "buffer.journal_keep_steps=-1", "logging.wandb=disabled",
         ]
         self._start("train", config, *settings, *SITUATIONS[situation], *overrides)
-        self._wait(lambda: self.steps() > 2, "two steps", START_S)
+        self.wait(lambda: self.steps() > 2, "two steps", START_S)
         self.wanted = self.most = most
         self._wait_for_servers()
 
     def _start(self, *arguments: str) -> None:
         self.command = MarkedCommand([*arguments], self.folder / f"log-{next(self._starts)}")
 
-    def _wait(self, is_true: Callable[[], bool], what: str, limit_s: float = RECOVERY_S) -> float:
+    def wait(self, is_true: Callable[[], bool], what: str, limit_s: float = RECOVERY_S) -> float:
         def is_over() -> bool:
             return self.command.process.poll() is not None
 
@@ -166,14 +166,14 @@ class DisturbedRun:
         subprocess.run([*ASYNC_RL, "servers", str(self.run_dir), *words], check=True, capture_output=True)
 
     def _wait_for_servers(self) -> float:
-        return self._wait(
+        return self.wait(
             lambda: [*self.servers().values()].count("serving") == self.wanted, f"{self.wanted} servers", RECOVERY_S
         )
 
     def recover(self) -> None:
         self._wait_for_servers()
         before = self.steps()
-        self._wait(lambda: self.steps() > before + 1, "two more steps")
+        self.wait(lambda: self.steps() > before + 1, "two more steps")
 
     def processes(self, title: str) -> list[psutil.Process]:
         return self.command.wait_for(title, timeout_s=30.0)
@@ -193,14 +193,14 @@ class DisturbedRun:
                 up, joins = self.lines("its engine is up"), self.lines(f"{victim} joins")
                 self.ask("max", str(self.most))
                 self.wanted = self.most
-                self._wait(lambda: self.lines(f"{victim} joins") > joins, "a server that joins")
+                self.wait(lambda: self.lines(f"{victim} joins") > joins, "a server that joins")
                 if self.situation == "starting":
                     time.sleep(2.0)
                 else:
-                    self._wait(lambda: self.lines("its engine is up") > up, "its engine")
+                    self.wait(lambda: self.lines("its engine is up") > up, "its engine")
                 return victim
             case "push":
-                self._wait(lambda: (self.run_dir / IN_PUSH).exists(), "a push")
+                self.wait(lambda: (self.run_dir / IN_PUSH).exists(), "a push")
         return ""
 
     def kill(self, title: str, sign: signal.Signals, victim: str, rng: random.Random) -> None:
@@ -241,9 +241,9 @@ class DisturbedRun:
                 wait_until(lambda: not self.command.orphans(), 120, "the end of every process")
                 self._start("train", "--resume", str(self.run_dir))
                 self.wanted, steps = self.most, self.steps()
-                self._wait(lambda: self.steps() > steps, "a step of the resumed run", START_S)
+                self.wait(lambda: self.steps() > steps, "a step of the resumed run", START_S)
         if word:
-            self._wait(lambda: self.lines(word) > before, "noticed it")
+            self.wait(lambda: self.lines(word) > before, "noticed it")
         time.sleep(6.0)  # status.json is written every five seconds
         self.recover()
         seconds = time.monotonic() - began_s

@@ -34,7 +34,7 @@ def test_a_run_begins_with_its_fewest_servers_and_others_join_when_they_have_a_h
     assert not run.asked and not run.learner.pauses and run.pool.statuses()[2].version == 7
 
 
-def test_the_learner_starts_with_the_fewest_rollout_servers_and_all_evaluation_servers(open_run: OpenRun) -> None:
+def test_the_learner_starts_with_the_fewest_servers_and_all_evaluation_servers(open_run: OpenRun) -> None:
     run = open_run({"min": 1, "max": 2}, evals=1)
     run.slow, run.without_host = {"eval/0"}, {"rollout/1"}
 

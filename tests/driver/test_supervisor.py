@@ -79,7 +79,7 @@ def test_a_dropped_server_is_started_again_once_and_an_overdue_learner_ends_the_
     told.join(5)
     assert num_lost(run) == run.notes.count(BACK) == 1
     assert run.has_noted("(the network was cut)")
-    assert run.happened("rollout/0 ", "learner/0") == [
+    assert run.happened("rollout/0 started", "connected", "abandoned", "learner/0 started") == [
         "rollout/0 started", "rollout/0 connected in start 1", "learner/0 started",
         "rollout/0 abandoned before start 2", "rollout/0 started", "rollout/0 connected in start 2",
     ]

@@ -203,9 +203,12 @@ def train_once(
         try:
             buffer_address, master = start_processes(config, processes, log, reservation)
             revive = partial(revive_buffer, config, processes, log, buffer_address)
-            control.connect(processes.actors["learner/0"])
-            learner = partial(start_learner, config, processes, log, master, buffer_address)
-            supervisor.train(buffer_address, revive, learner, signals)
+
+            async def start(server: str) -> None:
+                await start_learner(config, processes, log, master, buffer_address, server)
+                control.connect(processes.actors["learner/0"])  # before that, it would lose a request
+
+            supervisor.train(buffer_address, revive, start, signals)
             servers = supervisor.end_restarts()
             if not signals.requested and not log.end_reason:
                 evaluate_trained(config, processes, log, servers)

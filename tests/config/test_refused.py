@@ -264,7 +264,6 @@ def test_settings_that_work_together_are_taken(overrides: list[str]) -> None:
     load_config(None, [*BASE, *overrides])
 
 
-@pytest.mark.xfail(strict=True, reason="the error has two problems, one of them at a key with a name of pydantic")
 @pytest.mark.parametrize("servers", ["{min: 0, max: 2}", "{min: 1, max: many}"])
 def test_a_minimum_or_maximum_that_is_no_number_above_0_is_refused_at_its_key(servers: str) -> None:
     with pytest.raises(SettingsError) as caught:

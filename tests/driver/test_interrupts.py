@@ -66,7 +66,6 @@ class Stopped(Exception):
     """Ends a run when its learner has started."""
 
 
-@pytest.mark.xfail(strict=True, reason="train_once connects the control before Supervisor.train starts the learner")
 def test_the_end_that_a_program_asks_for_before_the_learner_has_started_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

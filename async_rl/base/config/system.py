@@ -117,8 +117,9 @@ class LearnerPlacement:
         object.__setattr__(self, "ranks", ranks)
 
 
-def _is_server_range(servers: dict[str, int]) -> bool:
-    return servers.keys() == {"min", "max"} and servers["min"] <= servers["max"]
+def _is_server_range(servers: dict[str, Any]) -> bool:
+    are_numbers = all(type(number) is int for number in servers.values())
+    return are_numbers and servers.keys() == {"min", "max"} and 1 <= servers["min"] <= servers["max"]
 
 
 @section("placement.rollout")
@@ -130,7 +131,7 @@ class RolloutPlacement:
     above 0, servers run on every node that offers `resource`, or on every node without learner ranks if that is empty.
     Such nodes may join the Ray cluster during the run, and leave."""
     servers: PositiveInt | Annotated[
-        dict[str, PositiveInt], checked(_is_server_range, "{min: FEWEST, max: MOST} with min <= max"),
+        dict[str, Any], checked(_is_server_range, "{min: FEWEST, max: MOST}, whole numbers with 1 <= min <= max"),
     ] = 1
     """Rollout servers on all nodes together. `{min: 1, max: 8}`: the run begins with 1 and takes more while nodes have
     room. Below the minimum the learner pauses. `async-rl servers RUN` lists, adds and removes servers of a run."""

@@ -325,6 +325,11 @@ class Reservation:
             self._hosts[name] = host.name if host else ""
         return [self._group, *self._groups.values()]
 
+    def note_hosts(self) -> None:
+        """Note the hosts that Ray has chosen for the servers of the start."""
+        for server in self._groups:
+            self._is_placed(server)
+
     async def find_place(self, server: str) -> None:
         """Wait until a host has room for a server. There is no time limit.
 
@@ -470,6 +475,7 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
             "shows who holds the rest: end that, or start this run later"
         )
+    reservation.note_hosts()
     return reservation
 
 

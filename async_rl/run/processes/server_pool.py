@@ -526,6 +526,9 @@ class ServerPool:
             case "remove" if request.name in rollouts:
                 self._wanted.discard(request.name)
                 self._leave(request.name, 0.0 if request.now else self._placed.leave_s, "a person has removed it")
+            case "remove" if request.now and (server := self.servers.get(request.name)):  # it drains already
+                if server.state is ServerState.DRAINING:
+                    self.declare_lost(request.name, ProcessDiedError(f"{request.name} leaves: a person has removed it"))
             case "max" if 1 <= request.number <= self._placed.most:
                 for name in rollouts[request.number :]:
                     self._wanted.discard(name)

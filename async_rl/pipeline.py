@@ -60,8 +60,9 @@ from async_rl.base.telemetry.plots import plot_learning_curve
 from async_rl.base.telemetry.status import INTERRUPTED_END, NORMAL_END
 from async_rl.run.before_start.preflight import check_inputs, check_names
 from async_rl.run.log.run_log import RunLog
-from async_rl.run.processes.placement import Reservation, decide_placement, reserve, runs_here, servers_per_gpu
+from async_rl.run.processes.placement import decide_placement, runs_here, servers_per_gpu
 from async_rl.run.processes.ray_start import open_ray, ray_messages_in
+from async_rl.run.processes.reservation import Reservation, reserve
 from async_rl.run.processes.signals import RunControl, StopSignals
 from buffer.keys import client_keys_to_send, own_keys
 

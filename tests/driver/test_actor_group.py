@@ -28,8 +28,8 @@ from async_rl.base.errors import (
 )
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import BufferActor, Origin
-from async_rl.run.processes.placement import Reservation
 from async_rl.run.processes.ray_start import ray_messages_in
+from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import MarkedCommand, wait_until
 from tests.kit.configs import make_config

@@ -13,7 +13,8 @@ import pytest
 
 from async_rl import pipeline
 from async_rl.run.log.run_log import RunLog
-from async_rl.run.processes.placement import Host, Reservation, host_demands
+from async_rl.run.processes.placement import Host, host_demands
+from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import RunControl, StopSignals
 from async_rl.run.processes.supervisor import EndedError, Supervisor
 from tests.kit.configs import make_config

@@ -30,8 +30,8 @@ from async_rl.run.processes.placement import (
     explain,
     find_hosts,
     host_demands,
-    reserve,
 )
+from async_rl.run.processes.reservation import reserve
 from async_rl.run.processes.signals import StopSignals
 from buffer.keys import new_keys
 from tests.kit.configs import changed

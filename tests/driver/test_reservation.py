@@ -17,10 +17,11 @@ import pytest
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.base.telemetry.status import Status
-from async_rl.run.processes import placement
+from async_rl.run.processes import reservation as reservations
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin
-from async_rl.run.processes.placement import NODE, Host, Reservation, host_demands, reserve
+from async_rl.run.processes.placement import Host, host_demands, ray_hosts
+from async_rl.run.processes.reservation import NODE, Reservation, reserve
 from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import wait_until
 from tests.kit.configs import make_config
@@ -80,9 +81,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr("ray.util.placement_group", cluster.placement_group)
     monkeypatch.setattr("ray.util.remove_placement_group", cluster.remove)
     monkeypatch.setattr("ray.util.placement_group_table", cluster.table)
-    monkeypatch.setattr(placement, "ray_hosts", lambda free=False: list(cluster.hosts.values()))
-    monkeypatch.setattr(placement, "leaving_nodes", lambda: cluster.leaving)
-    monkeypatch.setattr(placement, "PLACE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(reservations, "ray_hosts", lambda free=False: list(cluster.hosts.values()))
+    monkeypatch.setattr(reservations, "leaving_nodes", lambda: cluster.leaving)
+    monkeypatch.setattr(reservations, "PLACE_INTERVAL_S", 0.01)
     return cluster
 
 
@@ -241,7 +242,7 @@ def test_real_hosts_that_join_drain_and_die_get_and_lose_servers(real_cluster: A
 
     config = make_config(placement={"rollout": ELASTIC}, timeouts={"startup_s": 120})
     head = real_cluster.head_node.node_id
-    wanted, hosts = host_demands(config), placement.ray_hosts()
+    wanted, hosts = host_demands(config), ray_hosts()
     reservation = Reservation(config, wanted, hosts[:1])
     of_learner, of_server = reservation.begin()
     assert of_learner.wait(60) and not of_server.wait(3), "the learner's host is not for servers"

@@ -18,7 +18,8 @@ from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.run_dir.watch_events import WatchEvent, add_event
 from async_rl.run.processes import actor_group
 from async_rl.run.processes.actors import Origin, enter
-from async_rl.run.processes.placement import Host, Reservation, host_demands
+from async_rl.run.processes.placement import Host, host_demands
+from async_rl.run.processes.reservation import Reservation
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
 

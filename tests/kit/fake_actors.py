@@ -31,7 +31,7 @@ from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin, learner_threads
-from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import StopSignals
 from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import make_config

@@ -11,7 +11,7 @@ import pytest
 from async_rl.base.run_dir.files import log_tail, split_tails
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin
-from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import StopSignals
 from tests.kit.configs import make_config
 from tests.kit.fake_actors import FakeReservation

@@ -22,7 +22,7 @@ from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, Pr
 from async_rl.base.run_dir.files import log_tail
 from async_rl.base.telemetry.status import Status, write_status
 from async_rl.run.processes.actors import Origin
-from async_rl.run.processes.placement import Reservation
+from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import StopSignals
 
 DUMP_TIMEOUT_S = 2.0

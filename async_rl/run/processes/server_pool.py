@@ -294,7 +294,7 @@ class ServerPool:
         Raises:
             LostError: the server was lost.
         """
-        name, version, joins_late = server.name, None, self._is_learner_up.is_set()
+        name, version = server.name, None
         if server.failed_starts:
             await asyncio.sleep(min(RETRY_S * 2 ** min(server.failed_starts - 1, 10), LONGEST_RETRY_S))
         await self._processes.reservation.find_place(name)
@@ -303,7 +303,7 @@ class ServerPool:
             if server.kind != "judge":
                 await self._connect(server)
             server.filled = asyncio.get_running_loop().create_future()
-            if self._is_learner_up.is_set():
+            if joins_late := self._is_learner_up.is_set():
                 self._log.logger.note(f"{name}: its engine is up after {time.time() - server.since_s:.1f} s")
             server.enter(ServerState.FILLING)
             await self._changed.notify()

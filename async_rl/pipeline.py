@@ -16,8 +16,8 @@
     supervise         async_rl/run/processes/supervisor.py    reports         any process              a report, a crash
 
 `run` checks the configuration. Then `train_once` starts every process, trains, and stops all processes. The modules in
-async_rl/run/processes/ define the processes (actors.py), place them (placement.py) and restart them (supervisor.py).
-Two more kinds of server are optional:
+async_rl/run/processes/ define the processes (actors.py), place them (placement.py, reservation.py), follow them
+(supervisor.py), and start the servers (server_pool.py). Two more kinds of server are optional:
 
     eval/i     evaluation servers (placement.eval.servers). They answer held-out prompts with the weights to evaluate.
     judge/i    judge servers (placement.judge.servers). Rewards ask them to grade answers. They get no weights.

@@ -64,14 +64,14 @@ class WeightSyncConfig(OnePart):
     the adapters, which servers add to the weights of their model folder (equal up to rounding); only with the
     transports nccl, gloo and disk."""
     delta: bool = False
-    """Push only the values that have changed since the last push; all values after a server has joined or a push has
-    failed. It pays if servers compute in bfloat16, because a step changes few bfloat16 values. Only with the transports
-    nccl, gloo and disk. Rank 0 and each server keep a second copy of the weights in host memory."""
+    """Push only the values that have changed since the last push; all values to a server that joins, and to all servers
+    after a push has failed. It pays if servers compute in bfloat16, because a step changes few bfloat16 values. Only
+    with the transports nccl, gloo and disk. Rank 0 and each server keep a second copy of the weights in host memory."""
     verify_every: NonNegativeInt = 50
-    """Verify the first push, and then every so many pushes: the sums of a server's weights and its logprobs of a
-    probe text must equal the learner's. Before the first push all weights are also set to NaN, to see that each is
-    loaded. A server that fails a later verification is restarted. At rollout.server_urls only logprobs are compared. 0:
-    never."""
+    """Verify the first push, and then every so many pushes: the sums of a server's weights and its logprobs of a probe
+    text must equal the learner's. When a server joins, its weights are also set to NaN before it gets the learner's, to
+    see that each is loaded, and the sums are compared. A server that fails a later verification is restarted. At
+    rollout.server_urls only logprobs are compared. 0: never."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that your own `transport` declares."""
 

@@ -34,7 +34,7 @@ __all__ = ["PushReport", "PushState", "Transport", "WeightPublisher", "open_fill
 
 
 def open_publisher(
-    config: Config, engine_urls: Sequence[str], rank: int, device: torch.device, pool: str = "rollout"
+    config: Config, engine_urls: Sequence[str], rank: int, device: torch.device
 ) -> WeightPublisher:
     """Return the publisher for weight_sync.transport, with which each learner rank pushes weights to servers.
 
@@ -42,9 +42,9 @@ def open_publisher(
     and server on one device.
 
     Args:
-        engine_urls: URLs of the servers `pool`/0, `pool`/1, ...
+        engine_urls: URLs of rollout/0, rollout/1, ...; empty: servers join later.
     """
-    members = Members(config, {f"{pool}/{number}": url for number, url in enumerate(engine_urls)})
+    members = Members(config, {f"rollout/{number}": url for number, url in enumerate(engine_urls)})
     return WeightPublisher(_open_transport(config, members, rank, device))
 
 

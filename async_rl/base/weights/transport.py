@@ -19,7 +19,10 @@ from async_rl.base.weights.server_admin import Bucket
 
 
 class Transport(ABC):
-    """The learner's side of a transport, one object on each learner rank. Normally only rank 0 calls servers.
+    """The learner's side of a transport. Normally only rank 0 calls servers.
+
+    Each learner rank has two objects: one for pushes to all servers, and one that brings servers that join their first
+    weights. They have different `members`, and never send at the same time.
 
     In each push the publisher calls `connect`, `stage`, `send` and `end_push` on rank 0, and `help` on other ranks.
     """

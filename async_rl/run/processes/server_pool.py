@@ -515,7 +515,10 @@ class ServerPool:
             for request in take_requests(self._config.run_dir):
                 self._answer(request)
             if self._paused_s is not None and time.monotonic() - self._paused_s > limit.seconds:
-                raise WaitTimeoutError(f"the run waited {limit} for {self._placed.fewest} rollout servers")
+                raise WaitTimeoutError(
+                    f"the run waited {limit} for {self._placed.fewest} rollout servers. Resume it when hosts have "
+                    "room, or with a lower placement.rollout.servers.min"
+                )
 
     def _answer(self, request: ServerRequest) -> None:
         """Do what a person has asked for, or log why not."""

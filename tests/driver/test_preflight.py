@@ -301,3 +301,9 @@ def test_a_run_has_as_many_urls_as_servers(
     config = make_config(tmp_path, rollout=rollout, placement={"rollout": {"servers": servers}})
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"^rollout\.server_urls "):
         check_names(config)
+
+
+def test_a_url_of_two_servers_is_refused(tmp_path: Path) -> None:
+    rollout = {"server_urls": ["http://10.0.0.1:3"] * 2}
+    with pytest.raises(ConfigError, match=r"^rollout\.server_urls "):
+        check_names(make_config(tmp_path, rollout=rollout, placement={"rollout": {"servers": 2}}))

@@ -166,10 +166,12 @@ def test_a_running_server_joins_at_its_url_and_none_is_started(open_run: OpenRun
             run.ask("max", number=3)
             await run.looks()
             assert len(run.serving()) == 2, "the run starts no server of its own"
+            run.ask("add", url=URLS[1])  # it serves already
+            await run.until(lambda: run.has_noted(f"url='{URLS[1]}'"))
             run.ask("add", url="http://10.0.0.3:3")
             await run.until(lambda: len(run.serving()) == 3)
             run.ask("add", url="http://10.0.0.4:3")
-            await run.until(lambda: run.has_noted("refused: "))
+            await run.until(lambda: run.has_noted("url='http://10.0.0.4:3'"))
             run.ask("remove", name="rollout/0")
             await run.until(lambda: run.released == ["rollout/0"])
             run.ask("add", url="http://10.0.0.4:3")

@@ -110,8 +110,8 @@ def check_names(config: Config) -> None:
             import_object(name, key)
     urls, placed = config.rollout.server_urls, config.placement.rollout
     check(
-        not urls or placed.fewest <= len(urls) <= placed.most, "rollout.server_urls", list(urls),
-        f"empty, or one URL for each of placement.rollout.servers: {placed.servers}",
+        not urls or placed.fewest <= len(urls) == len(set(urls)) <= placed.most, "rollout.server_urls", list(urls),
+        f"empty, or another URL for each of placement.rollout.servers: {placed.servers}",
     )
 
 

@@ -525,6 +525,7 @@ class ServerPool:
         rollouts = sorted((n for n in self._wanted if n.startswith("rollout")), key=_number)
         unwanted = [n for number in range(self._placed.most) if (n := f"rollout/{number}") not in self._wanted]
         urls = self._config.rollout.server_urls
+        places = {self.servers[name].attached_url or name for name in rollouts}
         match request.action:
             case "remove" if request.name in rollouts:
                 self._wanted.discard(request.name)
@@ -539,10 +540,11 @@ class ServerPool:
                 more = 0 if urls else max(0, request.number - len(rollouts))  # with URLs the run starts no server
                 for name in unwanted[:more]:
                     self._join(name)
-            case "add" if urls and (free := [name for name in unwanted if name not in self._kept]):
+            case "add" if urls and request.url not in places and (free := [n for n in unwanted if n not in self._kept]):
                 self._join(free[0], request.url)
             case _:
-                self._log.logger.note(f"refused: {request}. {len(rollouts)} of {self._placed.most} servers are wanted")
+                there = f"{len(rollouts)} of at most {self._placed.most} servers: {', '.join(sorted(places))}"
+                self._log.logger.note(f"refused: {request}. The run wants {there}")
 
     def _join(self, name: str, url: str = "") -> None:
         """Start a server, or start it again once it has left."""

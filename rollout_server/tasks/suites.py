@@ -19,8 +19,8 @@ from rollout_server.tasks.files_task import NamedColumns, find_columns, make_que
 from rollout_server.tasks.gsm8k import gsm8k_row
 
 
-def held_out_prompts(config: Config, task: Task) -> list[Prompt]:
-    """Return the held-out prompts of a run: those of eval.suite, or else the task's own.
+def suite_prompts(config: Config, task: Task) -> list[Prompt]:
+    """Return the held-out prompts of the benchmarks in eval.suite.
 
     Of each benchmark they are the first eval.num_prompts questions. The source of a prompt is the benchmark's name.
 
@@ -28,8 +28,6 @@ def held_out_prompts(config: Config, task: Task) -> list[Prompt]:
         ConfigError: a file can't be read, a right answer does not suit the benchmark's rule, or a prompt is longer than
             task.max_prompt_tokens. A benchmark without that prompt would not be comparable.
     """
-    if not config.eval.suite:
-        return task.eval_prompts()
     prompts: list[Prompt] = []
     for index, data in enumerate(config.eval.suite if config.eval.num_prompts else ()):
         key = f"eval.suite[{index}].columns"

@@ -28,7 +28,6 @@ from rollout_server.episodes.player import Player, SingleTurnPlayer
 from rollout_server.rewards.base import NamedReward, open_suite_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.tasks.base import Task
-from rollout_server.tasks.suites import held_out_prompts
 from rollout_server.worker.worker_stats import EpisodeLog, WorkerStats
 
 _SEED_OFFSET = 2**32
@@ -252,7 +251,7 @@ class Evaluation:
         most = config.rollout.max_groups_in_flight if is_limited else max(1, config.eval.num_prompts)
         places = asyncio.Semaphore(most)
         with self._stats.evaluating():
-            held_out = self._held_out = self._held_out or await asyncio.to_thread(held_out_prompts, config, self._task)
+            held_out = self._held_out = self._held_out or await asyncio.to_thread(self._held_out_prompts)
             prompts = held_out[part[0] :: part[1]]
             groups = await self._groups(prompts, places)
             gold = await self._gold_metrics(prompts, groups)
@@ -272,6 +271,13 @@ class Evaluation:
         )
         spans = self._stats.drain_spans()
         return EvaluationDone(version=version, metrics=tuple(metrics), answers=answers, spans=spans)
+
+    def _held_out_prompts(self) -> list[Prompt]:
+        if not self._config.eval.suite:
+            return self._task.eval_prompts()
+        from rollout_server.tasks.suites import suite_prompts
+
+        return suite_prompts(self._config, self._task)
 
     def _metrics(
         self, version: int, sources: Sequence[str], groups: Sequence[Sequence[Episode | None]], known: Collection[str]

@@ -334,9 +334,9 @@ def _check_task(task: Task, has_questions: bool, prompts_per_step: int) -> list[
 
 def _check_suite(config: Config, task: Task) -> None:
     """Read the questions of eval.suite."""
-    from rollout_server.tasks.suites import held_out_prompts
+    from rollout_server.tasks.suites import suite_prompts
 
-    held_out_prompts(config, task)
+    suite_prompts(config, task)
 
 
 def _check_episodes(config: Config) -> None:

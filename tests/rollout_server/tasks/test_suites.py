@@ -23,7 +23,7 @@ from async_rl.base.telemetry.metrics import reduce_metrics
 from async_rl.base.types import Prompt
 from async_rl.cli import main
 from rollout_server.tasks.base import open_task
-from rollout_server.tasks.suites import held_out_prompts
+from rollout_server.tasks.suites import suite_prompts
 from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, TalkingEngine
@@ -61,7 +61,7 @@ def config_of(suite: list[Any], **sections: Any) -> Config:
 
 
 def prompts_of(config: Config) -> list[Prompt]:
-    return held_out_prompts(config, open_task(config, TOKENIZER))
+    return suite_prompts(config, open_task(config, TOKENIZER))
 
 
 def evaluated(config: Config, answers: dict[str, str]) -> dict[str, float]:

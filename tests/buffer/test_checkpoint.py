@@ -95,23 +95,6 @@ def drops_of(state: StoreState) -> dict[str, int]:
     return {reason: number for reason, number in state.accounting.dropped.items() if number}
 
 
-def test_an_arrived_group_is_kept_unless_its_weights_are_gone() -> None:
-    store, past = old_run()
-    saved = checkpoint(store)
-    early, late = min(store.state.running), max(store.state.running)
-    store.finish(early, b"early", make_arrival(newest_version=2))
-    store.state.version = 3
-    store.finish(late, b"late", make_arrival(newest_version=3))
-    live = len(store.state.running) + 2
-    resumed = resumed_state(saved, {group_id: row for group_id, row in past.items() if row.payload})
-    assert [row.payload for row in resumed.finished.values()] == [b"early"]
-    assert drops_of(resumed) == {"future_version": 1, "failed": live - 2}
-    assert resumed.counters()["buffer/dropped_future_version/response_tokens"] == 4.0
-    assert resumed.counters()["buffer/trained/duration_s"] == 1.0, "not that of the groups before the checkpoint"
-    assert len(resumed.requeued) == live - 1
-    assert resumed.unaccounted() == 0
-
-
 def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None:
     store, past = old_run()
     for group_id in list(store.state.running):

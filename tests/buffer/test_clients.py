@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 
 import pytest
 import zmq
@@ -38,41 +37,6 @@ def test_a_step_at_bound_zero_takes_the_groups_in_id_order(buffer: BufferServer,
         learner.trained(version + 1)
         learner.served(version + 1)
     assert buffer.counters()["buffer/trained"] == 12
-
-
-def test_slots_freed_together_are_granted_in_one_answer(buffer: BufferServer, learner: LearnerClient) -> None:
-    async def run(worker: WorkerClient) -> tuple[list[Slot], list[Slot]]:
-        first = await worker.admit(100)
-        for slot in first:
-            await worker.put(make_group(slot))
-        parked = asyncio.create_task(worker.admit(100))
-        await asyncio.to_thread(learner.take, 0)
-        await asyncio.to_thread(learner.trained, 1)
-        assert not parked.done()
-        await asyncio.to_thread(learner.served, 1)
-        return first, await parked
-
-    first, second = with_worker(buffer.address, run)
-    assert [slot.group_id for slot in first + second] == list(range(8))
-    assert {slot.start_version for slot in second} == {1}
-
-
-def test_admission_waits_for_every_worker_and_shares_evenly() -> None:
-    async def both(address: str) -> list[list[Slot]]:
-        workers = [WorkerClient(address, f"rollout/{i}", TIMEOUTS) for i in range(2)]
-        early = asyncio.create_task(workers[0].admit(100))
-        await asyncio.sleep(0.05)
-        assert not early.done()
-        slots = await asyncio.gather(early, workers[1].admit(100))
-        for worker in workers:
-            await worker.close()
-        return slots
-
-    with serving(buffer_config(max_staleness=1, prompts_per_step=4, workers=2)) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
-        assert [len(slots) for slots in asyncio.run(both(server.address))] == [4, 4]
-        learner.close()
 
 
 def train_first_batch(learner: LearnerClient) -> None:
@@ -156,48 +120,16 @@ def test_a_server_that_was_replaced_gets_no_slots_and_delivers_nothing(
     assert [group.group_id for group in learner.take(0).groups] == [slot.group_id for slot in again]
 
 
-def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> None:
-    learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, batch_s=0.1))
-    with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s.* batch 0: 1 of 1 rollout workers"):
-        learner.take(0)
-    learner.served(0)
-    with_worker(buffer.address, lambda worker: worker.admit(3))
-    with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s.* batch 0: 0 of 4 .* 3 running .*rollout/0"):
-        learner.take(0)
-    learner.close()
-
-
 def test_a_buffer_that_does_not_answer_is_named() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
         slow = dataclasses.replace(TIMEOUTS, buffer_s=0.2)
         learner = LearnerClient(address, slow)
-        with pytest.raises(WaitTimeoutError, match=rf"timeouts\.buffer_s.*{address}.*trained"):
+        with pytest.raises(WaitTimeoutError, match=r"timeouts\.buffer_s"):
             learner.trained(1)
         learner.close()
-        group = make_group(Slot(group_id=12, prompt_index=0, start_version=0))
-        with pytest.raises(WaitTimeoutError, match=r"rollout/0 .*put.*group 12.* 4 times"):
-            with_worker(address, lambda worker: worker.put(group), timeouts=slow)
-
-
-def test_the_error_of_a_long_poll_says_which_times_the_wait_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times 0.05 s of timeouts.buffer_s and 0.6 s that the buffer may take."""
-    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.6)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
-        address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
-        said = r"timeouts\.buffer_s and up to 4 times the 1 s .*{}"
-        slow = dataclasses.replace(TIMEOUTS, buffer_s=0.2)
-        learner = LearnerClient(address, slow)
-        with pytest.raises(WaitTimeoutError, match=said.format("take")):
-            learner.take(0)
-        learner.close()
-        with pytest.raises(WaitTimeoutError, match=said.format("admit")):
-            with_worker(address, lambda worker: worker.admit(1), timeouts=slow)
-
-
-def test_an_admit_without_capacity_returns_empty(buffer: BufferServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
-    assert with_worker(buffer.address, lambda worker: worker.admit(4)) == []
+        with pytest.raises(WaitTimeoutError, match=r"timeouts\.buffer_s"):
+            with_worker(address, lambda worker: worker.put(make_group(0)), timeouts=slow)
 
 
 def test_a_closed_client_ends_its_waits_with_an_error(buffer: BufferServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,22 +144,6 @@ def test_a_closed_client_ends_its_waits_with_an_error(buffer: BufferServer, monk
             await waiting
 
     asyncio.run(run())
-
-
-def test_close_drops_the_rest_as_shutdown_and_waits_for_serve() -> None:
-    server = BufferServer(buffer_config(timeouts={"shutdown_s": 0.1}))
-    stop = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    learner = LearnerClient(server.address, TIMEOUTS)
-    learner.served(0)
-    learner.close()
-    with_worker(server.address, lambda worker: worker.admit(4))
-    with pytest.raises(WaitTimeoutError, match="close"):
-        server.close()
-    stop.set()
-    thread.join()
-    assert server.close()["buffer/dropped_shutdown"] == 4
 
 
 def test_a_request_that_is_cancelled_ends_at_every_moment(buffer: BufferServer) -> None:

@@ -13,7 +13,7 @@ from async_rl.base.config.check import SettingsError
 from async_rl.base.errors import WireError
 from async_rl.base.types import Group, Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.difficulty import PromptDraw, chance, next_streak
+from buffer.difficulty import PromptDraw
 from buffer.prompt_order import PromptOrder
 from buffer.store import Store
 from buffer.store_state import StoreState
@@ -25,33 +25,12 @@ from tests.kit.configs import buffer_config, changed, opened_run
 from tests.kit.groups import make_group, make_row
 from tests.kit.runs import make_checkpoint
 
-SOLVED, UNSOLVED, MIXED = (True, True), (True, False), (False, True)
-"""(all answers have one reward, it is a right one)"""
 PROMPTS = 12
 LEAST = {"solved": 0.125, "unsolved": 0.5}
 
 
 def skipping(config: Config, **least: float) -> Config:
     return changed(config, task={"difficulty": least or LEAST})
-
-
-@pytest.mark.parametrize(
-    ("groups", "streak"),
-    [
-        ([], 0), ([SOLVED], 1), ([SOLVED] * 3, 3), ([UNSOLVED] * 2, -2), ([SOLVED, MIXED], 0),
-        ([SOLVED, SOLVED, UNSOLVED], -1), ([UNSOLVED, UNSOLVED, SOLVED], 1), ([MIXED, UNSOLVED], -1),
-    ],
-)
-def test_a_streak_counts_the_last_groups_in_a_row_that_say_the_same(groups: list[Any], streak: int) -> None:
-    got = 0
-    for is_flat, is_right in groups:
-        got = next_streak(got, is_flat=is_flat, is_right=is_right)
-    assert got == streak
-
-
-def test_a_chance_halves_with_each_such_group_down_to_the_lowest_of_its_kind() -> None:
-    assert [chance(streak, 0.125, 0.4) for streak in range(6)] == [1, 0.5, 0.25, 0.125, 0.125, 0.125]
-    assert [chance(-streak, 0.125, 0.4) for streak in range(4)] == [1, 0.5, 0.4, 0.4]
 
 
 def play(store: Store, epochs: int, rewards: dict[int, float | None], position: PromptOrder) -> list[int]:
@@ -111,15 +90,6 @@ def test_which_prompts_are_skipped_follows_from_the_seed() -> None:
         order = PromptOrder([(PROMPTS, PROMPTS)], seed, shuffles=True)
         runs.setdefault(seed, []).append(play(new_store(config), 20, dict.fromkeys(range(PROMPTS), 1.0), order))
     assert runs[0][0] == runs[0][1] != runs[1][0]
-
-
-def test_a_prompt_that_is_granted_again_is_not_drawn_again() -> None:
-    store = new_store(skipping(buffer_config()))
-    store.served(0)
-    (slot,) = store.admit("w", 1, 0.0)
-    store.fail(slot.group_id, "lost", requeue=True)
-    (again,) = store.admit("w", 1, 0.0)
-    assert again.prompt_index == slot.prompt_index
 
 
 def is_right(position: int) -> bool:

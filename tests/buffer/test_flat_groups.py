@@ -70,14 +70,6 @@ def test_flat_groups_end_a_run_once_each_prompt_has_had_its_turn(
     assert groups_until_the_end(flat, *rewards, epoch=epoch) == ends_after
 
 
-def test_one_group_with_a_difference_keeps_a_run_of_flat_groups_alive() -> None:
-    flat = FlatGroups(1, lambda reward: reward >= 1)
-    for number in range(MANY_GROUPS - 1):
-        flat.add(make_arrival(equal_rewards=True, reward=float(number % 2)))
-    flat.add(make_arrival(equal_rewards=False, reward=0.5))
-    assert groups_until_the_end(flat, 0.0, 1.0) == MANY_GROUPS
-
-
 @pytest.mark.parametrize(("prompts_per_step", "share"), [(8, 0.05), (32, 0.02)])
 def test_a_hard_task_of_which_few_prompts_are_within_reach_goes_on(prompts_per_step: int, share: float) -> None:
     rng, store = random.Random(0), Store(plain_rules(1, prompts_per_step))
@@ -114,29 +106,3 @@ def test_a_worker_tells_the_size_of_an_epoch_and_a_buffer_that_starts_again_know
             with pytest.raises(error):
                 learner.take(0)
         learner.close()
-
-
-@pytest.mark.parametrize(("reward", "correct_threshold", "verdict"), [
-    (1.0, 1.0, "solved"), (0.5, 0.5, "solved"), (-0.2, -0.5, "solved"), (0.0, 1.0, "out of reach"),
-    (-1.0, 1.0, "out of reach"), (0.1, 1.0, "correct_threshold"),
-])
-def test_the_end_tells_a_solved_task_by_the_reward_of_a_right_answer(
-    reward: float, correct_threshold: float, verdict: str
-) -> None:
-    flat = FlatGroups(1, lambda value: value >= correct_threshold)
-    groups_until_the_end(flat, reward)
-    reason = flat.why_nothing_is_left(7, 0)
-    assert f" {reward:g}," in reason
-    assert [word for word in ("solved", "out of reach", "correct_threshold") if word in reason] == [verdict]
-
-
-def test_the_groups_dropped_for_equal_rewards_are_told_since_the_last_batch() -> None:
-    store = Store(plain_rules(1, 1))
-    store.served(0)
-    for equal in (True, False, True, True):
-        finish_one(store, 0.5, equal)
-        if not equal:
-            assert "1 dropped as zero_variance" in store.describe(0.0)
-            assert store.take(0)
-            assert "zero_variance" not in store.describe(0.0)
-    assert "2 dropped as zero_variance" in store.describe(0.0)

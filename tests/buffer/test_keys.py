@@ -26,7 +26,7 @@ from buffer.keys import (
 )
 from buffer.server import BufferServer
 from buffer.wire import pack_request
-from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config, changed, make_config
 
@@ -56,14 +56,6 @@ def is_answered(address: str, server_key: Path | None, client_key: Path | None) 
         return bool(socket.poll(1000))
 
 
-def test_a_client_with_the_keys_works_as_without_keys(locked: BufferServer, keys: Path) -> None:
-    learner = LearnerClient(locked.address, TIMEOUTS, str(keys))
-    learner.served(0)
-    with_worker(locked.address, put_all, keys=str(keys))
-    assert len(learner.take(0).groups) == 4
-    learner.close()
-
-
 def test_a_client_with_wrong_keys_is_rejected(locked: BufferServer, keys: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     new_keys(foreign)
@@ -76,15 +68,6 @@ def test_a_client_with_wrong_keys_is_rejected(locked: BufferServer, keys: Path, 
         assert list(pool.map(is_answered, [locked.address] * 4, server_keys, client_keys)) == [False] * 4
     assert locked.counters() == before  # none of their messages was read
     assert is_answered(locked.address, keys / server, keys / client)
-
-
-def test_a_folder_without_all_keys_is_refused_before_a_run(keys: Path, tmp_path: Path) -> None:
-    check_keys(str(keys))
-    with pytest.raises(ConfigError, match=r"got \S+/none"):
-        check_keys(str(tmp_path / "none"))
-    (keys / "client.key").unlink()
-    with pytest.raises(ConfigError, match=r"^network\.keys: .*client\.key"):
-        check_keys(str(keys))
 
 
 def test_a_learner_with_foreign_keys_gets_an_error_instead_of_waiting(
@@ -209,16 +192,6 @@ def test_a_host_without_the_runs_folder_gets_the_keys_of_a_client_and_no_others(
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in there.iterdir()}
         assert modes == {"client.key_secret": 0o600, "server.key": 0o600}
         assert stat.S_IMODE(there.stat().st_mode) == 0o700
-
-
-def test_keys_that_are_there_are_left_and_those_of_an_earlier_run_replaced(tmp_path: Path) -> None:
-    files = {"server.key": b"new", "client.key_secret": b"newer"}
-    take_client_keys(str(tmp_path), {"server.key": b"old"})
-    take_client_keys(str(tmp_path), files)
-    written_s = [(tmp_path / name).stat().st_mtime_ns for name in files]
-    take_client_keys(str(tmp_path), files)
-    assert [(tmp_path / name).stat().st_mtime_ns for name in files] == written_s
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
 def test_a_stopped_server_leaves_no_keys_on_its_host_but_those_of_others_stay(keys: Path, tmp_path: Path) -> None:

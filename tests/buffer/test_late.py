@@ -10,9 +10,7 @@ import pytest
 from async_rl.base.config import AlgorithmConfig, EvalConfig
 from async_rl.base.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
-from buffer.store import Store
 from buffer.stored_group import FLAT_BATCHES
-from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import QUICK, learner_at, put_all, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
@@ -140,25 +138,3 @@ def test_a_solved_task_ends_the_run() -> None:
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
         assert counters["buffer/dropped_zero_variance/reward"] == 0.5
-
-
-def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:
-    store = Store(plain_rules(1, 2, fresh_per_step=1, max_uses=3))
-    store.served(0)
-    for slot in store.admit("rollout/0", 9, 0.0):
-        store.finish(slot.group_id, b"", make_arrival())
-    assert store.state.slots_held == 2
-    assert store.take(0) is not None
-    store.trained(1)
-    store.served(1)
-    assert store.state.slots_held == 0 and store.state.counters()["buffer/used"] == 2
-    (slot, _) = store.admit("rollout/0", 9, 0.0)
-    assert store.take(1) is None
-    store.finish(slot.group_id, b"", make_arrival(1))
-    batch = store.take(1)
-    assert batch is not None and [(row.group_id, row.start_version) for row in batch] == [(0, 0), (2, 1)]
-    store.trained(2)
-    assert store.state.counters()["buffer/used"] == 1  # groups 0 and 1 are over the bound at version 2
-    counters = store.state.counters()
-    assert (counters["buffer/trained"], counters["buffer/uses"]) == (3, 4)
-    assert sum(value for key, value in counters.items() if key.startswith("buffer/dropped")) == 0

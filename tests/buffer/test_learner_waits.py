@@ -28,14 +28,6 @@ def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:
     assert waits.hand_out(1, 112.0) == 0.0
 
 
-def test_a_batch_that_is_asked_for_again_has_the_same_wait() -> None:
-    waits = LearnerWaits()
-    waits.begin(108.0)
-    assert waits.hand_out(0, 110.0) == waits.hand_out(0, 112.0) == 2.0
-    waits.begin(120.0)
-    assert waits.hand_out(1, 121.0) == 1.0
-
-
 def test_only_with_enough_other_groups_does_a_learner_wait_for_late_ones() -> None:
     """Bound 1, batches of 2: groups 0 to 3 start at version 0. At version 1 two of them must be in the last batch."""
     rules = plain_rules(1, 2)
@@ -83,30 +75,3 @@ def test_the_wait_comes_with_the_batch() -> None:
         learner.close()
     assert first_late_s == 0 and first_s < 0.1, "it was ready when it was asked for"
     assert second_late_s == pytest.approx(0.2, abs=0.15) and second_late_s <= second_s < second_late_s + 0.1
-
-
-@pytest.mark.parametrize("late", ["wait", "drop", "mask"])
-def test_used_groups_do_not_make_up_for_fresh_ones_that_are_missing(late: str) -> None:
-    """Batches of 4, of which 2 are fresh. After batch 0 four used groups are there, and no fresh one."""
-    store = Store(plain_rules(4, 4, fresh_per_step=2, slots=10, max_uses=2, late=late))
-    store.served(0)
-    first = [slot.group_id for slot in store.admit("rollout/0", 9, 0.0)]
-    for group_id in first[:4]:
-        store.finish(group_id, b"", make_arrival())
-    assert store.take(0)
-    store.trained(1)
-    store.served(1)
-    assert len(store.state.used) == 4
-    for group_id in (None, first[4]):
-        if group_id is not None:
-            store.finish(group_id, b"", make_arrival())
-        assert store.take(1) is None and not store.misses_late
-
-
-@pytest.mark.parametrize("late", ["drop", "mask"])
-def test_where_late_groups_are_not_waited_for_no_wait_is_theirs(late: str) -> None:
-    store = Store(plain_rules(1, 2, late=late))
-    store.served(0)
-    for slot in store.admit("rollout/0", 9, 0.0):
-        store.finish(slot.group_id, b"", make_arrival())
-        assert not store.misses_late

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.base.config.check import SettingsError
-from buffer.prompt_order import MAX_PROMPTS, PromptOrder
-from tests.kit.configs import make_config
+from buffer.prompt_order import PromptOrder
 
 
 def epochs(order: PromptOrder, number: int) -> list[list[int]]:
@@ -46,22 +42,3 @@ def test_an_epoch_has_its_share_of_each_source_and_all_questions_come_equally_of
         times = [asked[start + place] for place in range(size)]
         assert max(times) - min(times) <= 1
         start += size
-
-
-def test_the_order_of_the_largest_task_takes_2_gib_and_4_while_it_is_made() -> None:
-    """Four epochs are kept: 32 bytes a prompt. While the next one is shuffled, there are four more arrays."""
-    size = 100_000
-    order = PromptOrder([(size, size)], 0, shuffles=True)
-    tracemalloc.start()
-    for epoch in range(7):
-        order.position(epoch * size)
-    kept, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (kept / size, peak / size) == pytest.approx((32, 64), rel=0.02)
-    assert (32 * MAX_PROMPTS, 64 * MAX_PROMPTS) == (2 * 2**30, 4 * 2**30)
-
-
-def test_a_larger_task_size_is_refused() -> None:
-    assert make_config(task={"size": MAX_PROMPTS}).task.size == MAX_PROMPTS
-    with pytest.raises(SettingsError, match=r"^task\.size .*67108864, got 67108865"):
-        make_config(task={"size": MAX_PROMPTS + 1})

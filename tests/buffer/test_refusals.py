@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import numpy as np
 import pytest
 
-from async_rl.base.config.check import SettingsError
 from async_rl.base.errors import WireError
-from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.server import BufferServer
 from buffer.wire import pack_request
-from tests.kit.buffer.clients import FIRST, TIMEOUTS, ask, learner_at, put_frames, with_worker
-from tests.kit.buffer.serving import serving
-from tests.kit.configs import buffer_config
+from tests.kit.buffer.clients import FIRST, ask, put_frames, with_worker
 from tests.kit.groups import make_group, make_row
 
 PUT = pack_request("put", 77, worker="rollout/0", incarnation=1)
@@ -73,18 +68,6 @@ def test_a_bad_message_is_refused_and_counted_and_changes_nothing(
     assert len(learner.take(0).groups) == 4
 
 
-def test_a_worker_may_keep_as_many_groups_in_flight_as_the_buffer_grants_at_once(
-    buffer: BufferServer, learner: LearnerClient
-) -> None:
-    most = 2**20
-    assert len(with_worker(buffer.address, lambda worker: worker.admit(most))) == 4, "all slots that there are"
-    with pytest.raises(WireError, match=r"max_groups: got 1048577"):
-        with_worker(buffer.address, lambda worker: worker.admit(most + 1))
-    assert buffer_config(rollout={"max_groups_in_flight": most}).rollout.max_groups_in_flight == most
-    with pytest.raises(SettingsError, match=r"^rollout\.max_groups_in_flight .*1048576, got 1048577"):
-        buffer_config(rollout={"max_groups_in_flight": most + 1})
-
-
 def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
     buffer: BufferServer, learner: LearnerClient
 ) -> None:
@@ -95,17 +78,3 @@ def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
         return await worker.put(make_group(slots[0]))
 
     assert with_worker(buffer.address, run) is True
-
-
-def test_a_group_is_delivered_by_the_worker_it_was_granted_to() -> None:
-    with serving(buffer_config(workers=2)) as server, learner_at(server):
-
-        async def both(worker: WorkerClient) -> list[Slot]:
-            other = WorkerClient(server.address, "rollout/1", TIMEOUTS)
-            mine, theirs = await asyncio.gather(worker.admit(2), other.admit(2))
-            with pytest.raises(WireError, match=r"worker: got 'rollout/1'"):
-                await other.put(make_group(mine[0]))
-            await other.close()
-            return theirs
-
-        assert len(with_worker(server.address, both)) == 2

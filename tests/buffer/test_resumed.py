@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,8 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, WireError
-from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.run_dir.run_dir import write_config
 from async_rl.base.types import Group, Slot, Support
-from async_rl.tools.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal import FILE_NAME, Journal
 from buffer.past_journal import import_past
@@ -106,24 +103,6 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
     assert all(row["tokens"] for row in rows)
 
 
-@pytest.mark.parametrize("left", ["logs", "trajectories.lineage_0.sqlite-payloads", "checkpoints/step_9.lineage_1"])
-def test_the_journal_stays_whole_where_files_that_a_resume_set_aside_were_deleted(tmp_path: Path, left: str) -> None:
-    config = journalled(tmp_path, prompts_per_step=2)
-    with opened_run(run_past_its_checkpoint(config)) as resumed, serving(resumed) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(1)
-        shutil.rmtree(checkpoint_folder(config.run_dir, 1))
-        make_checkpoint(config.run_dir, 1, lineage=1, buffer=learner.buffer_checkpoint(1))
-        write_config(resumed)  # the first step of the resume has been logged
-        learner.close()
-    for file in config.run_dir.glob("*.lineage_0*"):
-        shutil.rmtree(file) if file.is_dir() else file.unlink()
-    (config.run_dir / left / "0").mkdir(parents=True)
-    with opened_run(changed(config, run={"resume": config.run_dir})) as resumed, serving(resumed) as server:
-        assert server.counters()["buffer/depth"] == 2, "groups 2 and 3 have arrived"
-    assert select(config, "SELECT group_id, step FROM trained WHERE row = 0") == [(0, 1), (1, 1)]
-
-
 def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Path) -> None:
     again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # two answers of three tokens a group
     rollout = dataclasses.replace(again.rollout, group_size=4, max_response_tokens=1)
@@ -132,32 +111,6 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
         write_config(resumed)  # the first step of the resume has been logged
     rows = [row for row in exported(resumed) if row["state"] == "trained"]
     assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
-
-
-@pytest.mark.parametrize(("sections", "reason"), [
-    ({"staleness": {"max": 0}}, "late"),
-    ({"staleness": {"mode": "exact"}, "weight_sync": {"on_update": "drain"}}, "failed"),
-])
-def test_arrived_groups_that_a_resume_drops_are_shown_and_exported(
-    sections: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    """Groups 2 and 3 arrived, with answers of 3 and 4 and of 2 and 2 tokens. At bound 0 version 1 is too late for them,
-    and in exact mode they don't fill batch 1."""
-    again = changed(run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), **sections)
-    with opened_run(again) as resumed, serving(resumed) as server:
-        assert server.counters()["buffer/depth"] == 0
-        write_config(resumed)  # the first step of the resume has been logged
-    lengths = {2: [3, 4], 3: [2, 2]}
-    journal = JournalReader(again.run_dir / FILE_NAME)
-    for group_id, of_group in lengths.items():
-        group, listed = journal.payload(group_id), journal.group(group_id)
-        assert group and listed and listed["drop_reason"] == reason
-        assert [len(row.tokens) for row in group.rows] == of_group
-        assert [row["response_tokens"] for row in listed["rows"]] == of_group
-    dropped = [row for row in exported(again) if row["drop_reason"] == reason]
-    assert {(row["group_id"], row["row"]): len(row["tokens"]) for row in dropped} == {
-        (group_id, row): length for group_id, of_group in lengths.items() for row, length in enumerate(of_group)
-    }
 
 
 def with_support(group: Group) -> Group:

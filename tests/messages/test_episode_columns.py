@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.base.errors import WireError
-from async_rl.base.messages.codec import check_group, decode_group, encode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.codec import decode_group, encode_group
 from async_rl.base.types import EpisodeFacts, Group, Row, Slot
-from tests.kit.configs import buffer_config
 from tests.kit.groups import assert_same, make_group, make_row
 from tests.kit.random_episodes import LIMITS, random_episodes
 
@@ -69,26 +67,6 @@ def test_a_group_of_episodes_comes_back_as_it_was(seed: int) -> None:
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
-def test_the_columns_know_the_trained_tokens_and_their_oldest_version(seed: int) -> None:
-    group = random_episodes(SLOT, np.random.default_rng(seed), newest=7)
-    columns = check_group(encode_group(group), LIMITS)
-    sampled = [[int(v) for v, m in zip(r.versions, r.mask, strict=True) if m] for r in group.rows]
-    assert columns.trained_tokens == [len(versions) for versions in sampled]
-    assert columns.oldest_versions() == [min(versions) for versions in sampled]
-    assert columns.newest_version == max(max(versions) for versions in sampled)
-    assert columns.episode_rewards == group.episode_rewards
-
-
-def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() -> None:
-    group = make_group(SLOT, rows=(make_row(3, version=4, reward=1.0), make_row(5, version=3, reward=0.0)))
-    columns = check_group(encode_group(group), LIMITS)
-    assert columns.episodes is None and columns.group().episodes == ()
-    assert columns.trained_tokens == columns.lengths == [3, 5]
-    assert columns.oldest_versions() == [4, 3] and columns.episode_rewards == [1.0, 0.0]
-
-
 def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
     limits = dataclasses.replace(LIMITS, max_rows=4, max_turns=16)
     metrics = {f"{i:03}" + "\N{PILE OF POO}" * 197: 0.1 for i in range(64)}
@@ -104,15 +82,6 @@ def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
     data = encode_group(biggest)
     assert_same(decode_group(data, limits), biggest)
     assert len(data) > 0.8 * limits.max_group_bytes, "a limit that is never approached was not tried"
-
-
-def test_rows_that_share_no_first_token_need_no_prompt() -> None:
-    empty = {"prompt_tokens": np.zeros(0, np.int32)}
-    rows = (row_of_turns("01", (1,), (0.5,), 0.5), row_of_turns("0011", (3,), (0.0,), 0.0))
-    group = make_group(SLOT, rows=rows, episodes=(facts(1, 1), facts(1, 1)), **empty)
-    assert_same(decode_group(encode_group(group), LIMITS), group)
-    with pytest.raises(WireError, match=r"prompt_tokens: 0 elements"):
-        decode_group(encode_group(dataclasses.replace(GROUP, **empty)), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -220,25 +189,6 @@ def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
         encode_group(make_group(SLOT, rows=(make_row(2, version=3), one_reward)))
     with pytest.raises(WireError, match=r"rows\[0\]\.turn_ends: got \(1, 5\)"):
         encode_group(dataclasses.replace(GROUP, episodes=()))
-
-
-def test_a_run_of_questions_refuses_episodes() -> None:
-    limits = Limits.from_config(buffer_config())
-    with pytest.raises(WireError, match="episodes: got a dict of 12"):
-        decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
-
-
-def test_the_limits_follow_from_the_config() -> None:
-    config = buffer_config()
-    assert Limits.from_config(config) == Limits(
-        group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
-    )
-    task = dataclasses.replace(config.task, env="my_games:Game")
-    rollout = dataclasses.replace(config.rollout, group_size=4, max_rows=3, max_turns=5, max_episode_tokens=500)
-    assert Limits.from_config(dataclasses.replace(config, task=task, rollout=rollout)) == Limits(
-        group_size=4, fewest_episodes=2, max_rows=12, max_turns=5, max_prompt_tokens=16, max_response_tokens=500
-    )
-    assert Limits.from_config(buffer_config(algorithm={"advantage": "remax"})).needs_baseline
 
 
 def check_by_hand(group: Group) -> None:

@@ -158,15 +158,6 @@ def test_rewards_are_told_by_name_in_the_journal_and_in_its_export(tmp_path: Pat
     assert rewards[:2] == [{"right": 0.0, "judge/sure": 0.5}, {"right": 1.0, "judge/sure": 0.5}]
 
 
-def test_a_group_of_fewer_answers_and_why_is_in_the_journal(tmp_path: Path) -> None:
-    config = journalled(tmp_path, rollout={"group_size": 3})
-    left_out = ("the reward judge gave no verdict",)
-    with serving(config) as server:
-        run_pipeline(server, config, 1, workers=1, make=lambda slot, *_: make_group(slot, left_out=left_out))
-    told = select(config, "SELECT DISTINCT what, error FROM errors WHERE what = 'left out'")
-    assert told == [("left out", *left_out)]
-
-
 def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_path: Path) -> None:
     config = journalled(tmp_path, keep_steps=3)
     batches = trained(config)
@@ -218,16 +209,6 @@ def test_a_run_without_a_journal_says_so_when_asked_for_one(
     assert not (config.run_dir / FILE_NAME).exists()
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
     assert "buffer.journal" in capsys.readouterr().err
-
-
-def test_a_journal_without_a_commit_has_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Such a journal is left by a run whose rollout server never started."""
-    config = journalled(tmp_path)
-    config.run_dir.mkdir(parents=True)
-    Journal(config.run_dir / FILE_NAME, keep_steps=1).close()
-    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
-    assert FILE_NAME in capsys.readouterr().err
-    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_a_journal_of_another_schema_version_is_refused(

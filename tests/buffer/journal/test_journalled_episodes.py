@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from tests.kit.buffer.clients import run_pipeline
 from tests.kit.buffer.journal import exported, journalled, record_arrival, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
-from tests.kit.documents import documented_queries
-from tests.kit.groups import assert_same
 from tests.kit.random_episodes import LIMITS, random_episodes
 from tests.kit.runs import training_state
 
@@ -172,18 +168,6 @@ def test_episodes_are_exported_with_their_turns(played: tuple[Config, list[Batch
                 assert record["prompt_tokens"] == group.prompt_tokens.tolist()
 
 
-def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
-    config = with_episodes(tmp_path)
-    config = changed(config, buffer={"journal_keep_steps": 0})
-    with serving(config) as server:
-        (batch,) = play(server, config, steps=1)
-    rows = {(record["group_id"], record["row"]): record for record in exported(config)}
-    for group in batch.groups:
-        for i, row in enumerate(group.rows):
-            assert rows[group.group_id, i]["tokens"] is None
-            assert rows[group.group_id, i]["turn_ends"] == list(row.turn_ends)
-
-
 def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     with serving(config) as server:
@@ -196,39 +180,3 @@ def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None
         assert record["episode"] == record["row"] and (record["response_tokens"], record["context_tokens"]) == (2, 0)
         assert [record[name] for name in names] == [None] * len(names)
     assert select(config, "SELECT * FROM episodes") == select(config, "SELECT * FROM turns") == []
-
-
-def test_the_page_reads_the_tokens_of_episodes(played: tuple[Config, list[Batch]]) -> None:
-    config, batches = played
-    reader = JournalReader(config.run_dir / FILE_NAME)
-    for group in batches[-1].groups:
-        found = reader.payload(group.group_id)
-        assert found is not None
-        assert_same(found, group)
-        assert reader.prompts([group.group_id]) == {group.group_id: group.prompt_tokens.tolist()}
-
-
-def test_the_documented_queries_about_episodes_give_the_documented_results(
-    played: tuple[Config, list[Batch]]
-) -> None:
-    config, batches = played
-    *_, by_step, by_turns, by_error = (select(config, query) for query in documented_queries())
-    assert len(by_step) == len(batches)
-    for batch, found in zip(batches, by_step, strict=True):
-        episodes = [episode for group in batch.groups for episode in group.episodes]
-        tool_s, all_s = sum(e.tool_s for e in episodes), sum(e.duration_s for e in episodes)
-        turns, calls = np.mean([e.turns for e in episodes]), sum(e.tool_calls for e in episodes)
-        assert found == pytest.approx((batch.version + 1, turns, calls, tool_s / all_s))
-    with closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
-        everything = database.execute("SELECT turns, tool_s, reward FROM episodes").fetchall()
-    expected = []
-    for number in sorted({turns for turns, *_ in everything}):
-        tool_s, rewards = zip(*(rest for turns, *rest in everything if turns == number), strict=True)
-        expected.append((number, len(rewards), np.mean(tool_s), np.mean(rewards)))
-    assert np.allclose(np.array(by_turns), np.array(expected))
-    data_rows = dict(select(config, "SELECT group_id, data_row FROM groups"))
-    ended = select(config, "SELECT group_id, end, error FROM episodes WHERE error <> ''")
-    left_out = select(config, "SELECT group_id, 'left out', error FROM left_out")
-    dropped = select(config, "SELECT group_id, 'dropped', error FROM groups WHERE drop_reason = 'failed'")
-    times = Counter((data_rows[group_id], what) for group_id, what, _ in ended + left_out + dropped)
-    assert {(row, what): number for row, what, number, _ in by_error} == times and left_out and ended

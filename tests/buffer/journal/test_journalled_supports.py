@@ -6,14 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from async_rl.base.errors import WireError
 from async_rl.base.types import Group, Slot, Support
 from async_rl.tools.view.journal_reader import JournalReader
-from buffer.client import WorkerClient
 from buffer.journal import FILE_NAME
-from tests.kit.buffer.clients import learner_at, run_pipeline, with_worker
+from tests.kit.buffer.clients import run_pipeline
 from tests.kit.buffer.journal import exported, journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
@@ -55,16 +52,3 @@ def test_supports_survive_a_crash_of_the_buffer_and_reach_the_learner(tmp_path: 
     for group in [*kept, *(group for batch in batches for group in batch.groups)]:
         assert_supported(group)
     assert len(exported(config)) >= 24
-
-
-def test_supports_of_a_run_that_records_none_are_refused(tmp_path: Path) -> None:
-    config = changed(journalled(tmp_path), rollout=TOP_P, algorithm={"support": "ignore"})
-    group = supported(Slot(group_id=0, prompt_index=0, start_version=0), np.random.default_rng())
-
-    async def put(worker: WorkerClient) -> None:
-        await worker.admit(1)
-        with pytest.raises(WireError, match="support: got a list of 2"):
-            await worker.put(group)
-
-    with serving(config) as server, learner_at(server):
-        with_worker(server.address, put)

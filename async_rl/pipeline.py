@@ -241,7 +241,7 @@ def start_processes(
     """Start the buffer, and the processes of the learner ranks without the learner in them.
 
     Returns:
-        The buffer's address, and the address at which the learner's ranks will meet.
+        The buffer's address, and the address where the learner's ranks will meet.
     """
     from async_rl.run.processes.actors import BufferActor, LearnerActor, learner_threads
 
@@ -279,7 +279,7 @@ async def start_learner(
     Evaluation servers evaluate it during training instead. The supervisor calls this once enough servers have started.
 
     Args:
-        master: the address at which the ranks meet.
+        master: the address where the ranks meet.
         server: the name of a rollout server that has started.
     """
     limit = config.timeouts.limit("startup_s")

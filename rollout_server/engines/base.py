@@ -210,7 +210,7 @@ def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_byt
     Args:
         token_bytes: the memory of one token; see kv_token_bytes.
         row_tokens: the tokens reserved for one row, prompt included.
-        free_memory_bytes: the host's free memory, of which all its servers together may use _KV_SHARE.
+        free_memory_bytes: the host's free memory. All its servers together may use the share _KV_SHARE.
     """
     affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
     return max(row_tokens, min(config.max_running_replies * row_tokens, affordable))

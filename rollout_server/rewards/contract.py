@@ -70,7 +70,7 @@ class Reward:
     is_function_of_input: bool = False
     """Whether the same question, answer and settings always give the same verdict. Only then verdicts may be cached."""
     inputs: Callable[[Config], Any] | None = None
-    """Returns further parts of the configuration on which cached verdicts depend, as JSON values. None: no others."""
+    """Returns further parts of the configuration that cached verdicts depend on, as JSON values. None: no others."""
     modules: tuple[str, ...] = ()
     """Further modules on whose code cached verdicts depend, besides the function's own module. A package stands for
     all its modules."""

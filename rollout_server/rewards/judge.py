@@ -495,7 +495,7 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 
 
 def _judge_of(config: Config) -> Any:
-    """Return the parts of the configuration on which the judge's verdicts depend; see Reward.inputs."""
+    """Return the parts of the configuration that the judge's verdicts depend on; see Reward.inputs."""
     judge = config.judge
     return [judge.path, judge.model, [judge.engine, judge.server_args] if judge.path else list(judge.urls)]
 

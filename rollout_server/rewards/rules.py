@@ -31,7 +31,7 @@ Rule = Callable[[Question, str], float]
 """A function from the question and a response's text, without special tokens, to the reward. It must be thread-safe."""
 
 TAIL_CHARACTERS = 300
-"""The length of the response's end in which the GSM8K rules look for the answer."""
+"""The length of the response's end. The GSM8K rules look for the answer there."""
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
@@ -193,7 +193,7 @@ def as_math(answer: Any) -> str:
 
 
 def with_marked_math(text: str) -> str:
-    """Return a text in which the content of each box, dollar pair and bracket pair has the form of `as_math`."""
+    """Return the text with the content of each box, dollar pair and bracket pair in the form of `as_math`."""
     return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
 
 
@@ -238,7 +238,7 @@ def after_replaced_boxes(text: str) -> str:
 
 
 def only_boxes(text: str) -> str:
-    """Return a text of the same length in which letters and digits outside the boxes are replaced by dots.
+    """Return a text of the same length, with dots for letters and digits outside the boxes.
 
     `$41$` or `the final answer is 41` is then no answer, nor is a box that was not closed. Separators stay: math-verify
     uses them and the distances to decide which boxes belong together.

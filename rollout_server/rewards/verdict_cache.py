@@ -90,9 +90,9 @@ class VerdictCache:
             self._database, self._is_broken = None, True
 
     def _execute(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Run an SQL statement and return what it selects.
+        """Run an SQL statement and return the selected rows.
 
-        A query takes the values of one row, a change those of each row.
+        A query takes the values of one row, a change takes a list of rows.
         """
         with self._lock:
             if self._is_broken:

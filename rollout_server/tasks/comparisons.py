@@ -38,7 +38,7 @@ class ComparedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComparedAnswers:
-    """Two or more answers to a prompt, and the pairs in which one answer is preferred."""
+    """Two or more answers to a prompt, and the pairs with a preferred answer."""
 
     prompt: str
     """The text of the prompt of the first answer."""
@@ -55,7 +55,7 @@ class ComparisonFile:
     too_long: int = 0
     """Rows whose prompt or answer is longer than task.max_prompt_tokens or rollout.max_response_tokens."""
     all_tied: int = 0
-    """Rows in which no answer is preferred."""
+    """Rows without a preferred answer."""
 
     @property
     def summary(self) -> str:
@@ -132,7 +132,7 @@ def _check_columns(found: Collection[str], where: str) -> None:
 
 
 def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tuple[int, int, float]]]:
-    """Return (a conversation for each answer of a row, the pairs in which one answer is preferred)."""
+    """Return (a conversation for each answer of a row, the pairs with a preferred answer)."""
     answers: Any
     if "chosen" in row:
         margin = row.get("margin", 0.0)

@@ -37,7 +37,7 @@ NUM_ANSWERS = 32
 Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 """Plays the episodes of a request and returns them with rewards. Failed episodes have no rows."""
 GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
-"""Returns the gold rewards of a prompt's episodes, all of which have rows. None stands for a missing verdict."""
+"""Returns the gold rewards of a prompt's episodes. All of them have rows. None stands for a missing verdict."""
 
 
 class ScoredPlayer:
@@ -384,7 +384,7 @@ class Evaluation:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k from n = `samples` answers, c = `correct` of which are right.
+    """Return the unbiased estimate of pass@k from n = `samples` answers with c = `correct` right ones.
 
     pass@k is the chance that k answers drawn without replacement include a right one: 1 - C(n - c, k) / C(n, k).
     Source: Chen et al. 2021, arXiv 2107.03374, section 2.1.

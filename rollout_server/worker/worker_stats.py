@@ -236,13 +236,13 @@ class EpisodeLog:
 
 
 class FlatRewards:
-    """Warns about flat groups: many groups in a row in which all answers get the same reward.
+    """Warns about flat groups: many groups in a row whose answers all get the same reward.
 
     The buffer counts the flat groups, because it sees the groups of all workers. This class keeps the newest groups as
     examples.
 
     Args:
-        limit: the number of groups in a row with the same reward at which `add` returns the warning.
+        limit: how many groups in a row with the same reward make `add` return the warning.
         has_answer: returns whether the reward can find an answer in a response, or None if that is not known.
         ends_after: the number of groups in a row with the same reward after which the run ends, if the buffer drops
             flat groups; 0: it does not drop them. If it does, `add` also warns of many flat groups with different

@@ -28,7 +28,7 @@ class RunConfig:
     )] = "run"  # fmt: skip
     """The name of the run's folder."""
     dir: PathText = "runs"
-    """The folder in which the run's folder is created."""
+    """The folder of the run's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed of prompts, sampling and training. Engines accept only 0 to 2**32 - 1."""
     steps: PositiveInt = 100
@@ -444,7 +444,7 @@ class LoggingConfig:
     """Whether metrics are written to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
     `tensorboard --logdir RUN_DIR` shows them (`pip install tensorboard`)."""
     prometheus: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """The port of network.host at which Prometheus may fetch the metrics, without a key
+    """The port of network.host where Prometheus may fetch the metrics, without a key
     (`pip install 'async-rl[prometheus]'`). 0: none."""
     project: str = "async-rl"
     """The project in wandb and trackio."""

@@ -115,7 +115,7 @@ def encode_group(group: Group) -> bytes:
 
 
 class GroupColumns(NamedTuple):
-    """A checked group of N rows in the form in which it is sent: a field's column has the values of all rows in order.
+    """A checked group of N rows in the form that is sent: a field's column has the values of all rows in order.
     """
 
     facts: GroupFacts

@@ -29,7 +29,7 @@ PER_NAT = 2**16
 LARGEST_SURPRISE = 4095.0
 """The largest -logprob that fits into a varint; a probability of e^-4095 is 0."""
 MASS_ERROR = 1e-3
-"""The most by which the sum of a support's probabilities may differ from 1."""
+"""How far the sum of a support's probabilities may be from 1."""
 
 
 def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:

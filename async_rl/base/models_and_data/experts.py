@@ -37,7 +37,7 @@ class Experts:
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16]:
-        """The type in which expert numbers are recorded."""
+        """The type of recorded expert numbers."""
         return np.uint8 if self.count <= 256 else np.uint16
 
 

@@ -115,7 +115,7 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """A context in which transformers shows no progress bars and no tables of weights."""
+    """Within this context transformers shows no progress bars and no tables of weights."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -75,7 +75,7 @@ class Routing:
 
     @contextmanager
     def replaying(self, experts: Tensor | None) -> Iterator[None]:
-        """A context in which the model uses the given experts [tokens, layers, k]. With None, the routers choose."""
+        """Within this context the model uses the given experts [tokens, layers, k]. With None, the routers choose."""
         before, self.given = self.given, experts
         try:
             yield

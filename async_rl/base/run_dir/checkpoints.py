@@ -72,7 +72,7 @@ def lineage_of(run_dir: Path) -> int:
 def past_file(run_dir: Path, name: str, lineage: int) -> Path:
     """Return a file or folder of an earlier lineage, which a resume has set aside.
 
-    If the user has deleted it, return that of the last lineage. The last lineage began with a copy of what was there at
+    If the user has deleted it, return the last lineage's. The last lineage began with a copy of what was there at
     its own checkpoint.
 
     Args:

@@ -133,7 +133,7 @@ def _has_step(run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """A context in which this process has the lock of a directory.
+    """Within this context the process has the lock of a directory.
 
     Its end, or the end of the process, releases the lock.
 

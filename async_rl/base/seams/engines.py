@@ -28,7 +28,7 @@ class EngineEntry:
     update_policies: tuple[str, ...]
     """The values of weight_sync.on_update under which every token's version is right."""
     receives: tuple[str, ...]
-    """The ways in which a server can receive new weights, at least one. A transport uses one of them.
+    """How a server can receive new weights: one way at least. A transport uses one of them.
 
     nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder."""
     staging: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class TransportEntry:
     delivers: str
     """How servers get the weights: one of the ways in an engine's `receives`."""
     devices: tuple[str, ...]
-    """The types of devices on which the learner's weights may be: cpu, cuda."""
+    """The types of devices that may have the learner's weights: cpu, cuda."""
     needs_one_device: bool = False
     """Each server must share its GPU with a learner rank, or all share one host without GPUs; network.host is on
     loopback."""

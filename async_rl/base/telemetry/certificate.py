@@ -52,7 +52,7 @@ a tenth to a half of them."""
 
 @dataclass(frozen=True, slots=True)
 class ParityAxis:
-    """The finding on one way in which engine and learner may differ."""
+    """The finding on one possible difference between engine and learner."""
 
     name: str
     state: State

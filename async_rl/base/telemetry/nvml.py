@@ -1,7 +1,7 @@
 """Utilisation of the GPUs visible to this process, measured by NVIDIA's management library (NVML).
 
-These samples are independent of the timeline. NVML reports the share of time in which any kernel ran, which does not
-say how much of the GPU the kernel used.
+These samples are independent of the timeline. NVML reports the share of time while any kernel ran. It does not say how
+much of the GPU the kernel used.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 """Okabe-Ito colours, which people with a colour vision deficiency can also distinguish."""
 
 Series = tuple[list[float], list[float], list[float]]
-"""(the steps at which a metric was measured, its values, their weights in a mean over steps)."""
+"""(the steps where a metric was measured, its values, their weights in a mean over steps)."""
 
 CURVES = (
     "reward/mean", "eval/accuracy", "staleness/max", "staleness/mean", "utilisation/learner", "utilisation/rollout"

@@ -40,12 +40,12 @@ PRIORITY: tuple[State, ...] = ("sync", "eval", "checkpoint", "busy", "wait_weigh
 """When spans of one pool overlap, an instant counts as the first of these states."""
 
 RESTART = "restart"
-"""The name of the span, in the state `other`, in which a lost rollout server is restarted."""
+"""The name of the span, in the state `other`, while a lost rollout server is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval [start_s, end_s) in which `pool` is in one state. `name` describes the activity, or is empty."""
+    """An interval [start_s, end_s) while `pool` is in one state. `name` describes the activity, or is empty."""
 
     pool: str
     state: State
@@ -107,7 +107,7 @@ class Timeline:
 class Usage:
     """For a window of time: the share that each pool spent in each state, and the mean of each kind of sample.
 
-    Each pool has its own window: the part of the time in which it was there. Time without a span counts as `other`.
+    Each pool has its own window: the part of the time while it was there. Time without a span counts as `other`.
     Where spans overlap, PRIORITY decides. So the shares of a pool add up to 1.
     """
 
@@ -131,7 +131,7 @@ class Usage:
 
         Args:
             pools: further pools, which were in the state `other` if they have no span.
-            there: [pool] the intervals in which it was there. A pool without an entry was there all the time.
+            there: [pool] the intervals while it was there. A pool without an entry was there all the time.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")

@@ -371,7 +371,7 @@ def receive_announced(
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which this thread has its own CUDA stream, next to the server's computation.
+    """Within this context the thread has its own CUDA stream, next to the server's computation.
 
     On a CPU it does nothing.
     """

@@ -93,7 +93,7 @@ class Source:
     converter: Any = None
     """Makes the weights from the tensors. None: the only tensor is the weight."""
     tensors: dict[str, str] = field(default_factory=dict)
-    """By the tensor's name in the folder: the pattern of `converter` that it matches. The order is that of joining."""
+    """By the tensor's name in the folder: the pattern of `converter` that it matches. In the order of joining."""
 
     def convert(self, lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of `lm` by name, made from the tensors of the folder."""

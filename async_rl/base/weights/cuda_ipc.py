@@ -163,7 +163,7 @@ class RankWords:
 
 
 class RankSignals:
-    """The barriers between ranks in a push in which each rank sends weights to the servers on its own GPU.
+    """The barriers between ranks in a push where each rank sends weights to the servers on its own GPU.
 
     Args:
         purpose: the purpose of the members. Two transports with different purposes do not hear each other.

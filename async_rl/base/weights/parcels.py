@@ -1,4 +1,4 @@
-"""Both halves of compact pushes, in which only changed values or adapters are sent instead of whole weights.
+"""Both halves of compact pushes: they send only changed values or adapters instead of whole weights.
 
 The weight NAME is sent as a uint8 tensor NAME + SUFFIX, its parcel: the length of a header (8 bytes), the header in
 JSON, and data. The header's `form` says how the server makes the weight:

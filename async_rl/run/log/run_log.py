@@ -100,7 +100,7 @@ class RunLog:
         self._finding: Finding | None = None
         """The finding in the step or evaluation that is being logged."""
         self._troubles = deque[Finding]()
-        """Findings of trouble on which the driver has not acted yet, oldest first."""
+        """Findings of trouble that the driver has not acted on yet, oldest first."""
         self.kept_checkpoints: set[int] = set()
         """Versions whose checkpoints are kept, because the watch or a person may send the run back to them."""
         self.end_reason = ""
@@ -268,7 +268,7 @@ class RunLog:
         return bool(self._pending)
 
     def add_eval(self, *reports: EvaluationDone) -> None:
-        """Log the metrics of an evaluation as a separate record, and prune checkpoints, of which the best are kept.
+        """Log the metrics of an evaluation as a separate record, and prune all but the best checkpoints.
 
         Args:
             reports: the reports of all parts of the evaluation.

@@ -132,7 +132,7 @@ class ServerPool:
         """The names of the servers that serve."""
         self.tasks: set[asyncio.Task[None]] = set()
         self._proven: set[str] = set()
-        """The kinds of servers of which one has served. So the configuration works, and another start may help."""
+        """The kinds of servers with one that has served. So the configuration works, and another start may help."""
         self._is_learner_up = asyncio.Event()
         self._deaths = Counter[str]()
         """The deaths of each server since the last step."""
@@ -324,7 +324,7 @@ class ServerPool:
 
     @asynccontextmanager
     async def _on_shared_gpu(self, name: str) -> AsyncIterator[None]:
-        """A context manager in which a server that shares a GPU with the learner can start.
+        """Within this context a server that shares a GPU with the learner can start.
 
         It waits for the end of the learner's step, so that the learner has released its memory. The next step waits
         until the server has joined or the block ends. If servers and learner share no GPUs, or the learner has not

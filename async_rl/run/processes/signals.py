@@ -16,7 +16,7 @@ StepListener = Callable[[int, dict[str, float]], None]
 
 
 class StopSignals:
-    """A context manager in which Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
+    """Within this context Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
 
     Within `deferred` the first signal only sets `requested`, because Python loses an exception that a signal raises in
     a destructor, a callback or an import lock. The second signal always raises, and sets `at_once`. Later signals are
@@ -54,7 +54,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self, on_request: Callable[[], object] = lambda: os.write(2, STOPPING)) -> Iterator[None]:
-        """A context manager in which the first signal raises nothing, and calls `on_request` (default: print STOPPING).
+        """Within this context the first signal raises nothing, and calls `on_request` (default: print STOPPING).
         """
         before, self._on_request = self._on_request, on_request
         try:

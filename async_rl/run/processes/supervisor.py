@@ -47,7 +47,7 @@ GRACE_S = 3.0
 
 
 class EndedError(Exception):
-    """A person ends the run at once. It becomes a KeyboardInterrupt, of which asyncio would log a stack trace."""
+    """A person ends the run at once. It becomes a KeyboardInterrupt, for which asyncio would log a stack trace."""
 
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]

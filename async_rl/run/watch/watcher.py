@@ -86,7 +86,7 @@ def limits_of(config: Config) -> dict[str, float]:
 
 
 class Watcher:
-    """Checks the rules on the metrics of steps and evaluations, which must be added in the order in which they end.
+    """Checks the rules on the metrics of steps and evaluations, which must be added in the order of their ends.
 
     Args:
         limits: the rules that are on, and their limits.
@@ -101,7 +101,7 @@ class Watcher:
         self._limits, self._group_size, self._eval_every = limits, group_size, eval_every
         self.accepted = set(accepted)
         self._since: dict[str, int] = {}
-        """For each rule that is broken now: the version at which it broke."""
+        """For each rule that is broken now: the version when it broke."""
         self._counts = Counter[str]()
         """How often each rule was found broken."""
         self._said = ""

@@ -145,7 +145,7 @@ def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: floa
 def per_seed(statistic: Callable[[str | None], NDArray[np.float64]], seeds: Sequence[str]) -> NDArray[np.float64]:
     """Return [seeds, numbers]: one value per seed (jackknife pseudo-values) whose mean is `statistic(None)`.
 
-    Their standard error is that of the delete-one jackknife, so they can be used as if each seed had been measured
+    The delete-one jackknife gives their standard error, so they can be used as if each seed had been measured
     separately. For a statistic that is a mean, they are the seeds' own values.
 
     Args:

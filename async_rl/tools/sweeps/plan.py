@@ -79,7 +79,7 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
-    """Simulate each bound, except bounds at which the learner would wait for ever.
+    """Simulate each bound, except bounds that would make the learner wait for ever.
 
     Raises:
         ConfigError: the learner would wait for ever at each of the bounds.

@@ -38,7 +38,7 @@ SYSTEM_VALUES = (
     "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "tokens_per_s",
     "train_s", "push_s",
 )  # fmt: skip
-"""The values that are not shown for runs in exact mode, in which a push waits for the groups of a batch."""
+"""The values that are not shown for runs in exact mode: there a push waits for the groups of a batch."""
 KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
 
 

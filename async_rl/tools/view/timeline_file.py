@@ -41,7 +41,7 @@ class Window:
     """The end of each step, in seconds from the start of the window."""
     lanes: dict[str, list[Segment]]
     waits_s: dict[str, float]
-    """The seconds in which learner/0 did not compute, by cause. Waits for a batch are split by the rollout pools'
+    """The seconds that learner/0 did not compute, by cause. Waits for a batch are split by the rollout pools'
     states meanwhile: `batch/busy`, `batch/sync` and so on."""
 
 

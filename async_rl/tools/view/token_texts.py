@@ -85,7 +85,7 @@ class TokenTexts:
         return [message for message in said if message]
 
     def question(self, prompt: Sequence[int]) -> str:
-        """Return the last message of a prompt, in which prompts differ. Without messages: the whole text."""
+        """Return the last message of a prompt: that is where prompts differ. Without messages: the whole text."""
         messages = self.messages(prompt)
         return messages[-1] if messages else self.decode(prompt)
 

@@ -23,7 +23,7 @@ from rollout_server.engines.base import GenerationRequest, SampledReply, StopTex
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""
 _GROWTH = 64
-"""The number of columns by which a full cache grows."""
+"""How many columns a full cache grows."""
 _COMPACT_FRACTION = 0.125
 """Finished rows are removed once they exceed this share: copying the other rows costs more than a few idle rows."""
 Item = TypeVar("Item")

@@ -8,7 +8,7 @@ compact pushes     Full weights are rebuilt from parcels (weight_sync.lora adapt
                    loads them.
 pause in place     The running forward pass is read before the pause returns, see `_read_and_pause`.
 CPU                One attention call computes many short sequences, and a paused scheduler sleeps.
-routing            The experts of each token are those of its first forward pass, also after a retraction. They are
+routing            The experts of each token are from its first forward pass, also after a retraction. They are
                    recorded on CPUs too, and for models whose routers do not know their layer.
 """
 

@@ -3,7 +3,7 @@
 From top to bottom: the runs that vLLM refuses, the server's flags, its process (server/launch.py), the requests.
 
 vLLM computes the prompt's KV once for all replies of a request, except the tokens after its last full cache block.
-vLLM's samples depend on how it batches requests, so runs don't repeat exactly (those of the hf engine do).
+vLLM's samples depend on how it batches requests, so runs don't repeat exactly (with the hf engine they do).
 """
 
 from __future__ import annotations

@@ -416,7 +416,7 @@ def _is_call(text: str) -> bool:
 
 
 def format_of(template: str) -> str:
-    """Return the format in which a chat template writes calls: `hermes`, `llama3`, or "" for any other format."""
+    """Return the format of a chat template's calls: `hermes`, `llama3`, or "" for any other format."""
     if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
         return "hermes"
     return "llama3" if "ipython" in template and '"parameters"' in template else ""

@@ -221,7 +221,7 @@ class Session:
         self._known_replies: dict[bytes, Node] = {}
         """The nodes of replies, each by the digest of the conversation up to the reply's end."""
         self._replies: list[Node] = []
-        """The nodes of all replies, in the order in which they were finished, also those that nobody has received."""
+        """The nodes of all replies, in the order of their ends, also of replies that nobody has received."""
         self._received: set[Node] = set()
         self._pending: PendingReplies = PendingReplies()
         self._running: set[asyncio.Task[Reply]] = set()

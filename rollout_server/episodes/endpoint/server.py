@@ -1,4 +1,4 @@
-"""The HTTP endpoint that agents get as their base_url. What it answers are replies of sessions.
+"""The HTTP endpoint that agents get as their base_url. Its answers are replies of sessions.
 
     POST /s/{key}/v1/chat/completions    OpenAI's chat completions
     POST /s/{key}/v1/responses           OpenAI's responses

@@ -58,7 +58,7 @@ class SkyRLGym:
         return [Message(role=said["role"], content=said["content"]) for said in messages]
 
     async def step(self, reply: Message) -> Step:
-        """Pass the reply to the environment and return what it answers; an empty message if it gives no observation."""
+        """Pass the reply to the environment and return its answer; an empty message if it gives no observation."""
         out = await in_thread(partial(self._env.step, reply["content"]))
         said = [Message(role=seen["role"], content=seen["content"]) for seen in out["observations"]]
         measured = self._env.get_metrics() if out["done"] else {}

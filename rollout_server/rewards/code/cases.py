@@ -331,7 +331,7 @@ class TakenApart:
 def take_apart(code: str) -> TakenApart | None:
     """Split the asserts of a test: calls of the answer run inside, comparisons are evaluated outside.
 
-    It handles asserts at the top level, and those of a function `check(candidate)` that the last line calls. None:
+    It handles asserts at the top level, and in a function `check(candidate)` that the last line calls. None:
     there are no asserts, or one can't be split.
     """
     tree = ast.parse(code)

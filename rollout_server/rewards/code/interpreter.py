@@ -108,7 +108,7 @@ def write(line: bytes, data: bytes = b"") -> None:
 
 
 def run(program: bytes, given: bytes, limits: list[float]) -> None:
-    """Run a program in a child process until it ends or is late, kill what it has started, and write the reply."""
+    """Run a program in a child process until it ends or is late, kill its child processes, and write the reply."""
     files = [os.memfd_create(name) for name in ("input", "output", "errors")]  # so that the kernel bounds them
     os.write(files[0], given)
     os.lseek(files[0], 0, 0)

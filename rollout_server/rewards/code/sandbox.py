@@ -101,7 +101,7 @@ DEFAULT_LIMITS = RunLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The result of a run: how the program ended and what it printed."""
+    """The result of a run: how the program ended, and its output."""
 
     exit_code: int
     """Negative: the number of the signal that ended the program."""

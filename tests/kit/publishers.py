@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_rl.base.config import Config
+from async_rl.base.errors import WeightSyncError
 from async_rl.base.seams import ENGINES
 from async_rl.base.weights import PushReport, Transport, WeightPublisher, open_filler
 from async_rl.base.weights.members import Member, Members
@@ -41,6 +44,38 @@ def url_of(server: Any, url: str = "") -> str:
     url = url or f"object://{len(_OBJECTS)}"
     _OBJECTS[url] = server
     return url
+
+
+class AnyServer:
+    """A server that does all that it is asked, unless it is dead.
+
+    Args:
+        note: called with the name of each call, of `resume_memory` also with what it resumes.
+        sums: of its weights.
+    """
+
+    def __init__(
+        self, note: Callable[[str], None] = lambda call: None, is_alive: bool = True, sums: Sequence[float] = ()
+    ) -> None:
+        self.note, self.is_alive, self.sums = note, is_alive, sums
+
+    def is_ready(self) -> bool:
+        return self.is_alive
+
+    def unloaded_weights(self) -> list[str]:
+        return []
+
+    def value_sums(self) -> Sequence[float]:
+        return self.sums
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: object) -> list[float]:
+            self.note(f"{name} {arguments[0]}" if name == "resume_memory" else name)
+            if not self.is_alive:
+                raise WeightSyncError("connection refused")
+            return []
+
+        return call
 
 
 class PausingTransport(Transport):
@@ -93,3 +128,15 @@ class AcceptingHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler] = AcceptingHandler) -> Iterator[str]:
+    """The URL of a server whose requests `handler` answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

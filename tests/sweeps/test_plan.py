@@ -172,7 +172,7 @@ def test_evaluation_while_no_group_is_in_flight_changes_no_prediction(tmp_path: 
 
 @pytest.mark.parametrize(("workload", "learner"), [(Workload(), 0.37), (Workload(late="drop"), 0.76)])
 def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload: Workload, learner: float) -> None:
-    """The values are for bound 1; tests/buffer/test_dropping.py also finds .76 with dropped groups."""
+    """The values are for bound 1; a plain simulation also finds .76 with dropped groups."""
     sizes = ("rollout.max_groups_in_flight=64", "learner.prompts_per_step=64", f"staleness.on_late={workload.late}")
     sweep = make_sweep(tmp_path, (1, 4), seeds=1, steps=100, workload=workload, overrides=sizes)
     at_1 = compare(settings_of(read_runs(sweep)))[0]

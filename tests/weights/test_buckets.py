@@ -32,11 +32,3 @@ def test_only_the_last_bucket_is_marked_and_none_exceeds_the_limit(sizes: list[i
     assert len({b.data.untyped_storage().data_ptr() for b in buckets[:-2]}) <= 2 or max(sizes) * 4 > bucket_bytes
     assert [b.is_last for b in buckets] == [False] * (len(buckets) - 1) + [True]
     assert all(b.data.numel() <= bucket_bytes or len(b.names) == 1 for b in buckets)
-
-
-def test_buckets_hold_tensors_in_the_serving_dtype() -> None:
-    (bucket,) = iter_buckets([("w", torch.tensor([1.0, 2.5]))], 1024, torch.bfloat16, [None, None])
-    assert bucket.dtypes == ["bfloat16"]
-    assert bucket.data.numel() == 4
-    ((_, tensor),) = unpack(bucket.data, bucket.names, bucket.dtypes, bucket.shapes)
-    assert tensor.tolist() == [1.0, 2.5]

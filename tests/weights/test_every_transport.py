@@ -134,15 +134,6 @@ def serves(receiver: Receiver, version: int) -> bool:
 
 
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
-def test_every_server_serves_each_version_whole(pushes: Pushes) -> None:
-    for version in (1, 2, 3):
-        if version > 1:
-            pushes.push(version)
-        assert all(serves(receiver, version) for receiver in pushes.receivers)
-    assert (pushes.repeats, pushes.lost) == (0, [])
-
-
-@pytest.mark.parametrize("pushes", WAYS, indirect=True)
 def test_the_driver_reports_a_death_between_two_pushes(pushes: Pushes) -> None:
     first, second = pushes.receivers
     kill(second)
@@ -158,13 +149,12 @@ def test_the_driver_reports_a_death_between_two_pushes(pushes: Pushes) -> None:
     assert serves(first, 3) and serves(again, 3)
 
 
-@pytest.mark.parametrize("same_url", [False, True])
 @pytest.mark.parametrize("pushes", WAYS, indirect=True)
-def test_a_successor_has_joined_before_the_next_push(pushes: Pushes, same_url: bool) -> None:
+def test_a_successor_has_joined_before_the_next_push(pushes: Pushes) -> None:
     first, second = pushes.receivers
     kill(second)
     pushes.members.leave("rollout/1", 1)
-    again = pushes.start(in_place_of=second if same_url else None)
+    again = pushes.start(in_place_of=second)
     pushes.members.join("rollout/1", again.url, 2)
     pushes.fill(1)
     assert serves(again, 1)

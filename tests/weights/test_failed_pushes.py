@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from async_rl.base.config import Config, Limit, PlacementConfig
+from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights import PushReport, PushState, WeightPublisher
 from async_rl.base.weights.broadcast import BroadcastTransport, open_gloo
@@ -24,7 +24,9 @@ from tests.kit.publishers import (
     CONFIG,
     OBJECT_ENGINE,
     AcceptingHandler,
+    AnyServer,
     PausingTransport,
+    answering,
     names,
     publisher_for,
     url_of,
@@ -37,57 +39,28 @@ HANGING = threading.Event()
 """Set: requests that hang are let go."""
 
 
-class HangingHandler(AcceptingHandler):
-    """A server whose HTTP process answers while its scheduler hangs in a collective of the failed push."""
+def hanging_at(*paths: str) -> type[AcceptingHandler]:
+    """A server whose scheduler hangs at these requests, or at all, while its HTTP process answers probes."""
 
-    def do_POST(self) -> None:
-        if self.path == "/end_weight_update":
-            HANGING.wait(60)
-        super().do_POST()
+    class HangingHandler(AcceptingHandler):
+        def do_POST(self) -> None:
+            if not paths or self.path in paths:
+                HANGING.wait(60)
+            super().do_POST()
 
-
-class StuckHandler(HangingHandler):
-    """A server whose scheduler hangs in a pause, and in all that comes after it."""
-
-    def do_POST(self) -> None:
-        HANGING.wait(60)
-        super().do_POST()
+    return HangingHandler
 
 
-class SlowHandler(AcceptingHandler):
-    """A server whose pause takes too long, while it answers everything else."""
-
-    def do_POST(self) -> None:
-        if self.path == "/pause_generation":
-            HANGING.wait(60)
-        super().do_POST()
-
-
-class StuckAtEndHandler(AcceptingHandler):
-    """A server whose scheduler hangs once the update has ended, when it is to resume."""
-
-    def do_POST(self) -> None:
-        if self.path == "/continue_generation":
-            HANGING.wait(60)
-        super().do_POST()
+STUCK, AT_PAUSE = hanging_at(), hanging_at("/pause_generation")
+AT_END, AT_RESUME = hanging_at("/end_weight_update"), hanging_at("/continue_generation")
 
 
 @pytest.fixture
 def url_of_server() -> Iterator[Any]:
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(handler: type[AcceptingHandler]) -> str:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
-
     HANGING.clear()
-    yield start
-    HANGING.set()
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as servers:
+        yield lambda handler: servers.enter_context(answering(handler))
+        HANGING.set()
 
 
 def push(publisher: WeightPublisher, **settings: Any) -> PushReport:
@@ -104,7 +77,7 @@ def noting(asked: list[str]) -> type[AcceptingHandler]:
 
 
 def test_the_cause_of_a_lost_push_is_reported_and_survivors_that_hang_are_lost_too(url_of_server: Any) -> None:
-    urls = [url_of_server(AcceptingHandler), DEAD, url_of_server(HangingHandler)]
+    urls = [url_of_server(AcceptingHandler), DEAD, url_of_server(AT_END)]
     publisher = publisher_for(changed(CONFIG, timeouts={"push_s": 1.0}), urls)
     report = push(publisher)
     assert names(report.lost) == ("rollout/1", "rollout/2") and publisher.state is PushState.LOST
@@ -145,12 +118,12 @@ def broadcasting(url: str) -> WeightPublisher:
 
 def test_a_server_that_samples_need_not_end_a_push_that_could_not_connect(url_of_server: Any) -> None:
     """SGLang would wait with it for the longest reply, and let no other begin."""
-    report = push(broadcasting(url_of_server(HangingHandler)))
+    report = push(broadcasting(url_of_server(AT_END)))
     assert names(report.lost) == ("rollout/1",) and "rollout/1" in report.cause
 
 
 def test_a_server_that_hangs_in_the_join_is_lost_with_the_one_that_died(url_of_server: Any) -> None:
-    assert names(push(broadcasting(url_of_server(StuckHandler))).lost) == ("rollout/1", "rollout/0")
+    assert names(push(broadcasting(url_of_server(STUCK))).lost) == ("rollout/1", "rollout/0")
 
 
 @pytest.mark.parametrize("outlives_servers", [False, True])
@@ -203,9 +176,9 @@ def test_a_live_server_that_does_not_join_is_an_error_or_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("handler", "lost"), [
-        (StuckHandler, ("rollout/1",)), (SlowHandler, ("rollout/0", "rollout/1")), (StuckAtEndHandler, ("rollout/1",)),
-    ],
+    ("handler", "lost"),
+    [(STUCK, ("rollout/1",)), (AT_PAUSE, ("rollout/0", "rollout/1")), (AT_RESUME, ("rollout/1",))],
+    ids=["all", "pause", "resume"],
 )
 def test_servers_that_others_need_not_wait_for_are_lost_once_they_are_slow(
     handler: type[AcceptingHandler], lost: tuple[str, ...], url_of_server: Any
@@ -265,19 +238,6 @@ def test_a_push_that_broke_while_every_server_answers_is_repeated_once(outlives_
             push(publisher)
 
 
-class AnyServer:
-    """A server that does all it is asked, and notes it."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def is_ready(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append(" ".join([name, *map(str, arguments)]))
-
-
 class UnloadedServer(AnyServer):
     """A server that does not know one of its weights by the name that is pushed."""
 
@@ -297,23 +257,6 @@ def test_a_weight_that_no_push_reaches_fails_a_push_only_if_it_erases(outlives_s
         return
     with pytest.raises(WeightSyncError, match=r"rollout/0.*experts\.w13_weight"):
         push(publisher, erases=True)
-
-
-def test_the_learner_frees_its_memory_before_servers_of_its_gpu_allocate_theirs(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The learner's allocator keeps what a push took; a server that gets no memory for its KV cache ends."""
-    server = AnyServer()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: server.calls.append("empty_cache"))
-    config = changed(
-        CONFIG, rollout={"engine": OBJECT_ENGINE}, placement=PlacementConfig(colocated=True),
-        weight_sync={"on_update": "retract"},
-    )
-    push(publisher_for(config, [url_of(server)], device=torch.device("cuda")))
-    assert server.calls == [
-        "empty_cache", "pause retract", "resume_memory weights", "begin_update", "end_update", "empty_cache",
-        "resume_memory kv_cache", "resume",
-    ]
 
 
 class VLLMServer(VLLMAdmin):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from async_rl.base.config import Limit
-from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.errors import WaitTimeoutError
 from async_rl.base.weights import PushReport
 from async_rl.base.weights.disk import DiskTransport
 from async_rl.base.weights.members import Member
 from tests.kit.configs import make_config
-from tests.kit.publishers import OBJECT_ENGINE, names, publisher_for, url_of
+from tests.kit.publishers import OBJECT_ENGINE, AnyServer, names, publisher_for, url_of
 
 BEGIN = ["rank 0 frees", "pause"]
 PLACEMENT: Any = {"colocated": True, "learner": {"ranks": 2}, "rollout": {"servers": 2}}
@@ -44,24 +44,6 @@ class Events:
             assert self._changed.wait_for(lambda: event in self.seen, 30), f"no {event} within 30 s: {self.seen}"
 
 
-class NotingServer:
-    """A server that accepts all that it is asked for, unless it is dead."""
-
-    def __init__(self, events: Events, is_alive: bool = True) -> None:
-        self._events, self._is_alive = events, is_alive
-
-    def is_ready(self) -> bool:
-        return self._is_alive
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*arguments: object) -> None:
-            self._events.note(f"{name} {arguments[0]}" if name == "resume_memory" else name)
-            if not self._is_alive:
-                raise WeightSyncError("connection refused")
-
-        return call
-
-
 class Ranks:
     """Two ranks that push through files to one server. Rank 1 pushes in a thread of its own."""
 
@@ -72,7 +54,7 @@ class Ranks:
         )
         assert config.shares_gpus
         self.events = Events()
-        urls, device = [url_of(NotingServer(self.events, is_alive))], torch.device("cuda")
+        urls, device = [url_of(AnyServer(self.events.note, is_alive))], torch.device("cuda")
         self.first, self.other = (publisher_for(config, urls, DiskTransport, rank, device) for rank in (0, 1))
         self.first.lost_within_s = 0.1
         monkeypatch.setattr(torch.cuda, "empty_cache", self._note_freed)
@@ -125,7 +107,7 @@ def test_a_push_that_fails_on_rank_0_leaves_no_other_rank_waiting(ranks: Ranks) 
     assert names(ranks.push(begins_after="pause", gathers_until="pause").lost) == ("rollout/0",)
     assert "resume_memory weights" not in ranks.events.seen
     assert ranks.events.seen.count("rank 1 frees") == 2
-    ranks.first.members.admit([Member("rollout/0", url_of(NotingServer(ranks.events)), 2)])
+    ranks.first.members.admit([Member("rollout/0", url_of(AnyServer(ranks.events.note)), 2)])
     assert ranks.push(begins_after="pause", gathers_until="end_update").lost == ()
     check_order(ranks.events.seen)
 
@@ -145,6 +127,6 @@ def test_ranks_that_take_no_turns_with_servers_free_nothing_and_wait_for_nobody(
     config = make_config(
         tmp_path, run={"dir": tmp_path}, rollout={"engine": OBJECT_ENGINE}, staleness={"max": 1}, placement=PLACEMENT
     )
-    publisher = publisher_for(config, [url_of(NotingServer(events))], DiskTransport, device=torch.device("cuda"))
+    publisher = publisher_for(config, [url_of(AnyServer(events.note))], DiskTransport, device=torch.device("cuda"))
     assert publisher.push([("w", torch.ones(4))], 1).lost == ()
     assert events.seen == ["pause", "begin_update", "load_folder", "end_update", "resume"]

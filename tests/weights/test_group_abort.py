@@ -16,9 +16,6 @@ import torch
 from async_rl.base.network import open_store
 from async_rl.base.weights import broadcast
 from async_rl.base.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
-from async_rl.base.weights.members import LOST_WITHIN_S, PROBES
-from rollout_server.engines import http_admin
-from rollout_server.engines.vllm import admin as vllm_admin
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
 
@@ -101,16 +98,6 @@ def test_a_learner_that_gives_up_a_push_says_the_word_and_leaves_once(limits: li
     assert server.hung.aborted.wait(10)
     publisher.transport.connect()
     assert server.asked == ["join", "leave", "join"]
-
-
-def test_torchs_limit_leaves_the_learner_time_to_find_dead_servers_and_to_abort(limits: list[float]) -> None:
-    """At the limit of the group NCCL ends the process of the learner."""
-    config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
-    publisher_for(config, [url_of(ListeningServer())], open_gloo).transport.connect()
-    longest_probe_s = max(http_admin.PROBE.seconds, vllm_admin.PROBE.seconds)
-    search_s = LOST_WITHIN_S + PROBES * longest_probe_s
-    assert limits == [pytest.approx(CONFIG.timeouts.push_s + 60.0)]
-    assert limits[0] - CONFIG.timeouts.push_s > 3 * search_s
 
 
 def test_a_receiver_that_has_joined_a_group_listens_for_the_word(store: Any, limits: list[float]) -> None:

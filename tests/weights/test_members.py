@@ -46,22 +46,6 @@ def test_a_server_that_left_gets_no_push() -> None:
     assert not members
 
 
-def test_a_server_that_left_before_it_was_filled_is_not_filled() -> None:
-    members = first_two()
-    members.join("rollout/2", "http://c", 1)
-    members.leave("rollout/2", 1)
-    assert not members.someone_waits() and members.take_joining() == ()
-
-
-def test_a_server_that_left_while_it_was_filled_gets_no_push() -> None:
-    members = first_two()
-    members.join("rollout/2", "http://c", 1)
-    joined = members.take_joining()
-    members.leave("rollout/2", 1)
-    members.admit(joined)
-    assert members.names == ("rollout/0", "rollout/1")
-
-
 @pytest.mark.parametrize("url", ["http://b", "http://new"])
 def test_the_loss_of_an_earlier_start_removes_no_successor(url: str) -> None:
     """The driver reports the loss late or twice, or a push has lost the server before. The URL may be the same."""
@@ -78,26 +62,6 @@ def test_the_loss_of_an_earlier_start_removes_no_successor(url: str) -> None:
     members.leave("rollout/1", 1)
     members.apply_reports()
     assert joined == (Member("rollout/1", url, 2),) == members.current[1:]
-
-
-def test_a_server_that_is_lost_while_it_was_filled_leaves_its_name_to_the_next_start() -> None:
-    members = first_two()
-    members.join("rollout/2", "http://c", 1)
-    joined = members.take_joining()
-    members.leave("rollout/2", 1)
-    members.join("rollout/2", "http://d", 2)
-    members.admit(joined)
-    assert members.names == ("rollout/0", "rollout/1")
-    assert members.take_joining() == (Member("rollout/2", "http://d", 2),)
-
-
-@pytest.mark.parametrize("url", ["http://b", "http://new"])
-def test_a_server_that_was_started_again_is_another_member_also_at_its_url(url: str) -> None:
-    members = first_two()
-    before, admin = members.current, members.admin("rollout/1")
-    members.admit([Member("rollout/1", url, 2)])
-    assert members.current == (before[0], Member("rollout/1", url, 2))
-    assert members.admin("rollout/1") is not admin
 
 
 def test_what_is_known_of_a_member_is_kept_while_others_join_and_leave() -> None:
@@ -136,18 +100,6 @@ def test_a_timeout_names_the_call_that_did_not_return_and_the_key() -> None:
     with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s") as caught:
         start_together({"learner": lambda: 1, "http://b": threading.Event().wait}, limit, "joining")()
     assert caught.value.names == ("http://b",)
-
-
-def test_results_come_back_by_name() -> None:
-    assert start_together({"a": lambda: 1, "b": lambda: 2}, PUSH, "sum")() == {"a": 1, "b": 2}
-
-
-def test_a_call_that_has_waited_too_long_itself_is_a_timeout_too() -> None:
-    def wait_too_long() -> None:
-        raise WaitTimeoutError("the learner waited 3 s")
-
-    with pytest.raises(WaitTimeoutError, match="http://b"):
-        start_together({"http://b": wait_too_long}, PUSH, "push of version 3")()
 
 
 def test_a_server_that_never_answers_is_named_with_the_timeouts_key() -> None:

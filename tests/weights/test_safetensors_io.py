@@ -16,15 +16,6 @@ from async_rl.base.weights.checkpoint_names import write_weights
 from tests.kit.models import save_tiny_model
 
 
-def test_weights_within_the_limit_are_one_file_in_the_given_dtype(tmp_path: Path) -> None:
-    assert write_weights([("a", torch.ones(3)), ("b", torch.ones(2, 2))], tmp_path, torch.bfloat16, 14) == 14
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert {name: (tensor.dtype, list(tensor.shape)) for name, tensor in loaded.items()} == {
-        "a": (torch.bfloat16, [3]), "b": (torch.bfloat16, [2, 2]),
-    }
-
-
 def test_weights_beyond_the_limit_are_split_into_shards_in_order(tmp_path: Path) -> None:
     tensors = [(name, torch.ones(size)) for name, size in zip("abcdef", (2, 3, 4, 1, 9, 1), strict=True)]
     assert write_weights(iter(tensors), tmp_path, torch.float32, 20) == 80

@@ -114,14 +114,6 @@ def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
     assert new.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
 
-def test_a_server_that_came_back_releases_its_memory_before_it_has_got_a_push(servers: list[Server]) -> None:
-    stays, _, new = servers
-    publisher = publisher_of(stays)
-    publisher.members.admit([Member("rollout/1", new.url, 1)])
-    publisher.release_server_memory()
-    assert stays.received() == new.received() == [PAUSE, RELEASE]
-
-
 def test_a_server_that_dies_while_releasing_memory_is_found_by_the_push(servers: list[Server]) -> None:
     stays, dies, _ = servers
     dies.dies_at = "/release_memory_occupation"

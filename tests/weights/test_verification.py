@@ -23,7 +23,7 @@ from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine
-from tests.kit.publishers import CONFIG, OBJECT_ENGINE, fill, publisher_for, url_of
+from tests.kit.publishers import CONFIG, OBJECT_ENGINE, AnyServer, fill, publisher_for, url_of
 from tests.kit.tiny_moe import moe_model, save_moe
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
@@ -135,34 +135,18 @@ def test_sums_of_weights_are_those_of_fused_ones_and_show_one_empty_expert() -> 
     assert abs(value_sums([experts])[1] - sizes) > 0.1 * sizes
 
 
-class WeighedServer:
-    """A server whose weights have given sums."""
-
-    def __init__(self, *sums: float) -> None:
-        self.sums = sums
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: []
-
-    def is_ready(self) -> bool:
-        return True
-
-    def value_sums(self) -> tuple[float, ...]:
-        return self.sums
-
-
 def push_to(publisher: WeightPublisher, *, compares: bool) -> PushReport:
     return publisher.push(iter([("w", torch.tensor([1.0, -2.0]))]), 1, compares=compares)
 
 
-def weighing(*servers: WeighedServer, rank: int = 0, **weight_sync: Any) -> WeightPublisher:
+def weighing(*servers: AnyServer, rank: int = 0, **weight_sync: Any) -> WeightPublisher:
     lora = {"rank": rank}
     config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE}, weight_sync=weight_sync, model={"lora": lora})
     return publisher_for(config, [url_of(server) for server in servers])
 
 
 def test_a_server_that_comes_to_hold_other_weights_is_named_and_left_out() -> None:
-    good, bad = WeighedServer(-1.0, 3.0), WeighedServer(-1.0, 3.0)
+    good, bad = AnyServer(sums=(-1.0, 3.0)), AnyServer(sums=(-1.0, 3.0))
     publisher = weighing(good, bad)
     assert push_to(publisher, compares=True).num_compared == 2
     bad.sums = (-1.0, 3.0 + 1e-9)
@@ -175,37 +159,28 @@ def test_a_server_that_comes_to_hold_other_weights_is_named_and_left_out() -> No
 
 
 def test_a_server_that_keeps_weights_in_another_form_is_not_compared() -> None:
-    publisher = weighing(WeighedServer(0.5, 1.5), WeighedServer(-1.0, 3.0))
+    publisher = weighing(AnyServer(sums=(0.5, 1.5)), AnyServer(sums=(-1.0, 3.0)))
     assert [push_to(publisher, compares=True).num_compared for _ in range(2)] == [1, 1]
     assert not push_to(publisher, compares=True).lost
 
 
 def test_a_server_that_joins_is_compared_in_its_first_push() -> None:
-    publisher = weighing(WeighedServer(-1.0, 3.0))
+    publisher = weighing(AnyServer(sums=(-1.0, 3.0)))
     assert push_to(publisher, compares=True).num_compared == 1
     # its own model folder is another one
-    publisher.members.replace([Member("rollout/0", url_of(WeighedServer(-2.0, 3.0)), 2)])
+    publisher.members.replace([Member("rollout/0", url_of(AnyServer(sums=(-2.0, 3.0))), 2)])
     report = push_to(publisher, compares=False)
     assert [member.name for member in report.lost] == ["rollout/0"]
 
 
 def test_a_server_that_was_compared_in_a_fill_is_not_compared_in_the_next_push() -> None:
-    good, joiner = WeighedServer(-1.0, 3.0), WeighedServer(-1.0, 3.0)
+    good, joiner = AnyServer(sums=(-1.0, 3.0)), AnyServer(sums=(-1.0, 3.0))
     publisher = weighing(good, transport="cuda_ipc")
     assert push_to(publisher, compares=True).num_compared == 1
     member, tensors = Member("rollout/1", url_of(joiner), 1), [("w", torch.tensor([1.0, -2.0]))]
     assert fill(publisher, [member], tensors, 1, compares=True).num_compared == 1
     assert push_to(publisher, compares=False).num_compared == 0
     assert publisher.members.names == ("rollout/0", "rollout/1")
-
-
-def test_sums_are_not_compared_with_verify_every_0_of_adapters_or_at_a_servers_url() -> None:
-    servers = WeighedServer(-1.0, 3.0), WeighedServer(9.0, 9.0)
-    assert push_to(weighing(*servers, verify_every=0), compares=True).num_compared == 0
-    assert push_to(weighing(*servers, rank=4, lora="adapter"), compares=True).num_compared == 0
-    publisher = weighing(*servers)
-    publisher.config = changed(publisher.config, rollout={"engine": "sglang", "server_urls": ["http://127.0.0.1:9"]})
-    assert push_to(publisher, compares=True).num_compared == 0
 
 
 def test_an_expert_that_the_hf_engine_does_not_load_is_found_when_verified(tmp_path: Path) -> None:

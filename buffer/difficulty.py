@@ -41,7 +41,10 @@ def next_streak(streak: int, *, is_flat: bool, is_right: bool) -> int:
 
 
 def chance(streak: int, solved: float, unsolved: float) -> float:
-    """Return the probability that a prompt is taken and not skipped, at least `solved` or `unsolved`."""
+    """Return the probability that a prompt is taken and not skipped: 2 to the power of minus |streak|.
+
+    It is at least `solved` after right answers (a positive streak), else at least `unsolved`.
+    """
     return max(solved if streak > 0 else unsolved, 0.5 ** abs(streak))
 
 

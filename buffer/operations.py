@@ -74,8 +74,8 @@ class Outgoing:
 class Operations:
     """Applies requests to the store of one run. Call `handle` with each message, then `replies` for what to send.
 
-    Workers get slots only after the learner has called `served(0)`, and after as many workers have asked for slots as
-    the run begins with. Otherwise the first worker would get all slots.
+    No worker gets slots before the learner has called `served(0)`. All workers with which the run begins must also have
+    asked for slots. Otherwise the first one would get all.
 
     Args:
         record_group: called with every group that is stored; None: there is no journal.

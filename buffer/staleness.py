@@ -145,9 +145,10 @@ def fresh_to_take(
 
 
 def fresh_at_least(number: int, num_finished: int, reusable: int, rules: Rules) -> int | None:
-    """Return the smallest possible number of fresh groups in a batch, at least `number`; None if too few have finished.
+    """Return the smallest allowed number of fresh groups in a batch, at least `number`.
 
-    Used groups fill up the batch; `reusable` is their number.
+    None: too few have finished, or a batch has no room for so many. Used groups fill up the batch; `reusable` is their
+    number.
     """
     fresh = max(number, rules.fresh_per_step, rules.prompts_per_step - reusable)
     return fresh if fresh <= min(num_finished, rules.prompts_per_step) else None

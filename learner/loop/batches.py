@@ -116,8 +116,8 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
     """Check that no trained token is too old, and return the batch; `staleness.on_late: mask` masks such tokens first.
 
     Returns:
-        The batch, and metrics of its staleness before masking; [] without `mask`. The oldest trained token of an
-        episode decides its staleness. A turn counts as masked if all of its tokens are.
+        The batch. With `mask` also metrics: its staleness before masking, and the shares of masked tokens and turns.
+        The oldest trained token of an episode decides its staleness. A turn counts as masked if all of its tokens are.
 
     Raises:
         StalenessError: as `check_bound` does.

@@ -210,7 +210,9 @@ class Checkpointer:
 
 
 def check_weights(folder: Path, trained: Collection[str]) -> None:
-    """Check that a configuration trains all trained weights of a checkpoint. Otherwise they would be lost.
+    """Check the networks that a configuration trains: it must train all their weights in a checkpoint.
+
+    Otherwise these weights would be lost. A network that the configuration lacks, such as a critic, is not checked.
 
     Args:
         trained: the names of the weights that the configuration trains, such as `policy.NAME`.
@@ -219,9 +221,12 @@ def check_weights(folder: Path, trained: Collection[str]) -> None:
         ConfigError: a weight of the checkpoint is frozen or missing in this configuration.
     """
     held, networks = _held(folder), {name.partition(".")[0] for name in trained}
+
+    def is_weight(name: str) -> bool:  # and not a part of one, which an optimizer or an average keeps
+        return not any(name[:at] in held for at, letter in enumerate(name) if letter == ".")
+
     lost = sorted(
-        name for name in held if name not in trained and name.partition(".")[0] in networks
-        and not any(name[:at] in held for at, letter in enumerate(name) if letter == ".")  # of an optimizer, an average
+        name for name in held if name not in trained and name.partition(".")[0] in networks and is_weight(name)
     )
     if lost:
         raise ConfigError(

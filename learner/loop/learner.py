@@ -128,7 +128,8 @@ class Learner:
                 if taken.why == "servers wait":
                     filled = self._fill()
                     if self.version > self._served_version:
-                        yield from (yield from self._publish(None, is_last=False))
+                        reports = yield from self._publish(None, is_last=False)
+                        yield from reports
                     yield from filled
                 elif taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()

@@ -178,7 +178,7 @@ class _Scorer:
         return await self._opened.enter_async_context(self.named.reward.open(self._config, self.named.settings))
 
     def _take(self, function: Score) -> None:
-        """Use this function for scoring, and set up the threads or tasks that call it."""
+        """Make `function` the one that scores, and set up the threads or tasks that call it."""
         named = self.named
         has_settings = named.settings is not None and named.reward.function is not None
         self._function = partial(function, settings=named.settings) if has_settings else function

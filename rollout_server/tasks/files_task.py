@@ -253,10 +253,11 @@ def find_columns(names: Sequence[str], named: NamedColumns, where: str) -> Colum
 
     Args:
         names: the file's columns.
+        named: the columns that the configuration names.
         where: the file, for error messages.
 
     Raises:
-        ConfigError: the file lacks a named column, or has no prompts.
+        ConfigError: the file lacks a named column, or has no column of prompts.
     """
     found: dict[str, str] = {}
     for part, known in KNOWN.items():

@@ -55,8 +55,7 @@ def add_event(run_dir: Path, event: WatchEvent) -> None:
 
 
 def newest_event(run_dir: Path, *kinds: Kind) -> WatchEvent | None:
-    """Return the newest event if its kind is one of `kinds`, else None. If it is a pause, nobody has answered it yet.
-    """
+    """Return the newest event if its kind is one of `kinds`, else None. If it is a pause, the run still waits."""
     events = read_events(run_dir)
     return events[-1] if events and events[-1].kind in kinds else None
 

@@ -16,7 +16,9 @@ Z = 1.96
 def with_intervals(
     values: Mapping[str, float], reduce: Callable[[Sequence[Metric]], dict[str, float]] = reduce_metrics
 ) -> dict[str, float]:
-    """Return the metrics of an evaluation with the intervals, and without what only these need.
+    """Return the metrics of an evaluation with the 95 % interval of each accuracy.
+
+    The mean squares, which only the intervals need, are left out.
 
     Args:
         reduce: also keeps the declarations of the new metrics, if the metrics are those of a run.

@@ -59,8 +59,8 @@ class ActorGroup:
         Args:
             name: the name of the process, such as learner/0.
             cls: the actor's class. Its `__init__` gets the Origin, then `args`.
-            max_concurrency: the most calls that the actor runs simultaneously; 1: Ray's default, which is 1, or 1000
-                for a class with async methods.
+            max_concurrency: the most calls that the actor runs simultaneously. With 1 Ray's default applies: one call,
+                or 1000 for a class with async methods.
             threads: the most simultaneous calls in each Ray concurrency group of `cls`.
         """
         options = {**self.reservation.options(name), "max_restarts": 0}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
-from itertools import islice
+from itertools import islice, zip_longest
 from math import inf
 from typing import Any
 
@@ -61,15 +61,17 @@ class HostDemand:
         )
 
     def per_gpu(self) -> list[HostDemand]:
-        """Split the demand into one for each GPU that a learner rank and a server share; [self] if none is shared.
+        """Return a demand for each GPU that a learner rank and a server share. If none is shared, return [self].
 
         Without the split, Ray would place two learner ranks on the same GPU, which NCCL refuses.
         """
         if not self.paired or self.gpus <= 1:
             return [self]
         kinds = [[name for name in self.gpus_of if name.startswith(kind)] for kind in ("buffer", "rollout", "learner")]
-        pairs = [[name for kind in kinds for name in kind[gpu : gpu + 1]] for gpu in range(int(self.gpus))]
-        return [replace(self, gpus_of={name: self.gpus_of[name] for name in pair}, gpus=1.0) for pair in pairs]
+        return [
+            replace(self, gpus_of={name: self.gpus_of[name] for name in together if name}, gpus=1.0)
+            for together in zip_longest(*kinds)
+        ]
 
     def __str__(self) -> str:
         cpus = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}"

@@ -12,11 +12,11 @@ States of a server (`ServerState`):
     starting   A host with room is found, then the process and its engine start.
     filling    The learner brings it its first weights. It has no slots yet, and disturbs no other server.
     serving    It gets slots, pushes and evaluations.
-    draining   It gets no slots and no pushes. Its groups may end.
+    draining   It gets no slots and no pushes. Its groups may end. A server that leaves before it serves ends at once.
     gone       It has no process. It is started again on a host with room, unless it was removed.
 
-Evaluation servers and judge servers follow the same path. An evaluation server gets its first weights with the next
-evaluation, and a judge server gets none, so both serve at once.
+Evaluation servers and judge servers follow the same path, but are not filled: they serve as soon as the learner has
+started. An evaluation server gets its first weights with the next evaluation, a judge server gets none.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class Server:
         """The kind of server: rollout, eval or judge."""
         return self.name.partition("/")[0]
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it has started and connected."""
+        return self.state in (ServerState.FILLING, ServerState.SERVING)
+
 
 class ServerPool:
     """Starts the servers of a run, starts each again when it is lost, and lets servers join and leave.
@@ -164,8 +169,7 @@ class ServerPool:
 
         def are_up() -> bool:
             up = Counter(
-                "rollout" if each.kind == "rollout" else "others" for each in self.servers.values()
-                if each.state in (ServerState.FILLING, ServerState.SERVING)
+                "rollout" if each.kind == "rollout" else "others" for each in self.servers.values() if each.is_up
             )
             return all(up[kind] >= count for kind, count in needed.items())
 
@@ -185,8 +189,7 @@ class ServerPool:
             return all(server.is_known for server in self.servers.values() if server.state is ServerState.FILLING)
 
         await self._changed.wait_until(are_known, self._config.timeouts.limit("startup_s"), "the learner")
-        are_up = (ServerState.FILLING, ServerState.SERVING)
-        up = {name for name, server in self.servers.items() if server.state in are_up}
+        up = {name for name, server in self.servers.items() if server.is_up}
         for name in set(self._config.server_names) - up:  # steps do not wait for the reports of those that join later
             self._log.lost(name)
             self._log.left(name)

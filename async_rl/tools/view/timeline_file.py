@@ -199,10 +199,9 @@ def _waits_s(learner: Sequence[Span], start_s: float, end_s: float) -> dict[str,
 def _batch_waits_s(
     learner: Sequence[Span], rollout: Sequence[Sequence[Segment]], start_s: float, end_s: float
 ) -> dict[str, float]:
-    """Return the learner's seconds of waiting for a batch, by `batch/STATE`.
+    """Return the learner's seconds of waiting for a batch, by what the rollout pools did meanwhile: `batch/STATE`.
 
-    They are averaged over the rollout pools' states meanwhile. While a lost rollout server was restarted, the state is
-    `restart`.
+    Each pool has equal weight. While a lost rollout server was restarted, the state is `restart`.
     """
     waits_s: dict[str, float] = {}
     for span in learner:

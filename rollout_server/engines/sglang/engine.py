@@ -28,7 +28,7 @@ from async_rl.base.types import RoutingArray
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key
-from rollout_server.engines.sglang.launch import server_flags, sglang_process, support_ids
+from rollout_server.engines.sglang.launch import most_support_ids, server_flags, sglang_process
 
 
 class SGLangEngine(HttpEngine):
@@ -49,7 +49,7 @@ class SGLangEngine(HttpEngine):
         if url := self._config.rollout.server_url:
             admin = HttpAdmin(self._config, url)
             if self._config.records_support:
-                self.support_ids = support_ids(self._config, self.vocab_size)
+                self.support_ids = most_support_ids(self._config, self.vocab_size)
             await asyncio.to_thread(attach_server, admin, self._config, self.support_ids)
             self.url = admin.url
             return

@@ -173,7 +173,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "load-snapshot-publish-interval": 1,  # in decode steps; /v1/loads reports it, and occupancy comes from that
         "log-level": "warning",
         "custom-weight-loader": [SWAP],
-        **({"sampling-mask-max-tokens": support_ids(config, model.vocab_size)} if config.records_support else {}),
+        **({"sampling-mask-max-tokens": most_support_ids(config, model.vocab_size)} if config.records_support else {}),
         # With speculative decoding server_changes.py does not know how many tokens of a forward count.
         "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }
@@ -203,7 +203,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     return flags | user
 
 
-def support_ids(config: Config, vocabulary: int) -> int:
+def most_support_ids(config: Config, vocabulary: int) -> int:
     """Return the largest number of ids in a token's support: rollout.top_k, or the vocabulary size if it is 0."""
     return min(config.rollout.top_k or vocabulary, vocabulary)
 
@@ -214,7 +214,7 @@ def _why_supports_refused(config: Config, vocabulary: int) -> str:
     For each reply that it samples, a server takes 8 bytes per possible id: 4 for the id and 4 for a weight.
     """
     replies = min(config.rollout.max_groups_in_flight, config.slots) * config.rollout.group_size
-    if not config.records_support or 8 * replies * support_ids(config, vocabulary) <= SUPPORT_BYTES:
+    if not config.records_support or 8 * replies * most_support_ids(config, vocabulary) <= SUPPORT_BYTES:
         return ""
     return (
         f"the ids that tokens of {replies} replies are drawn from (algorithm.support replay) would take more than "

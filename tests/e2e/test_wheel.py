@@ -120,8 +120,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CELLS = """
+import json
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+for cell in json.load(open("staleness_0_and_1.ipynb"))["cells"]:
+    if cell["cell_type"] == "code":
+        shell.run_cell("".join(cell["source"])).raise_error()
+"""
+
+
 def run(programs: Path, folder: Path, program: str, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         [programs / program, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -202,3 +214,12 @@ def test_an_example_of_init_learns(name: str, programs: Path, tmp_path: Path) ->
     run(programs, tmp_path, "async-rl", "train", f"{name}.yaml", "run.steps=60", "logging.wandb=disabled")
     rewards = [record["reward/mean"] for record in logged(tmp_path / "runs" / name) if "reward/mean" in record]
     assert sum(rewards[-10:]) > sum(rewards[:10])
+
+
+def test_every_cell_of_the_notebook_runs(programs: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "recipes" / "notebook" / "staleness_0_and_1.ipynb", tmp_path)
+    run(programs, tmp_path, "python", "-c", CELLS)
+    for limit in (0, 1):
+        records = logged(tmp_path / "runs" / f"limit-{limit}")
+        ages = [record["staleness/max"] for record in records if "staleness/max" in record]
+        assert len(ages) == 60 and max(ages) == limit

@@ -133,9 +133,9 @@ def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between
     assert "2 nodes" in table["Ray"]
     assert [what for what, line in table.items() if line.startswith("broken")] == ["transformers everywhere"]
     assert "1.2.3" in table["transformers everywhere"]
-    for what in ("placement", "torch everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",
-                 "ports"):
+    for what in ("placement", "torch everywhere", "ports"):
         assert table[what].startswith("ok"), table[what]
+    assert text.count(" checks are ok") == 2, "each node has examined itself"
 
 
 @pytest.mark.e2e

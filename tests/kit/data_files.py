@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
+
 from async_rl.base.config import Config, TaskConfig
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
@@ -15,7 +18,11 @@ TOKENIZER = character_tokenizer()
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)))
+    """Write rows as JSON lines, or as Parquet if the name ends so, and return the path."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 

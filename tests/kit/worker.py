@@ -72,6 +72,22 @@ def rolled_out(
     return batches, reports, server, extra
 
 
+def evaluated(
+    config: Config, engine: Any, rewards: Sequence[NamedReward], gold: Sequence[NamedReward] = ()
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The metrics and the notes of an evaluation beside no training."""
+
+    async def play() -> tuple[dict[str, float], tuple[str, ...]]:
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), rewards, TOKENIZER, gold)
+        try:
+            report = await player.evaluate(0, beside_training=False)
+            return reduce_metrics([*report.metrics, *player.drain_metrics()]), player.drain_notes()
+        finally:
+            await player.aclose()
+
+    return asyncio.run(play())
+
+
 def plain_reward(config: Config, function: Callable[..., Any], **changes: Any) -> NamedReward:
     """The only reward of a run: this function of a question and a response."""
     values: dict[str, Any] = {"reward": Reward(function=function), "timeout_s": config.timeouts.reward_s}

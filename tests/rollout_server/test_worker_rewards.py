@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 
@@ -10,14 +9,11 @@ import pytest
 
 from async_rl.base.config import TimeoutsConfig
 from async_rl.base.errors import RewardError
-from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.question import Question
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
-from tests.kit.engines.fakes import TOKENIZER, EchoEngine
-from tests.kit.worker import metric_values, plain_reward, rolled_out
+from tests.kit.engines.fakes import EchoEngine
+from tests.kit.worker import evaluated, metric_values, plain_reward, rolled_out
 
 SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, buffer_s=5, batch_s=20, shutdown_s=5)
 ENDS = TimeoutsConfig(generate_s=0.5, reward_s=1, buffer_s=2, batch_s=3, shutdown_s=5)
@@ -69,13 +65,7 @@ def test_held_out_answers_without_a_verdict_are_left_out_of_the_means() -> None:
         config, lambda *_: None if next(calls) % 4 == 0 else 1.0, name="gold", logs_score=True, concurrency=1
     )]
 
-    async def evaluate() -> dict[str, float]:
-        player = ScoredPlayer(config, 0, EchoEngine(), open_task(config, TOKENIZER), rewards, TOKENIZER)
-        done = await player.evaluate(0, beside_training=False)
-        await player.aclose()
-        return reduce_metrics(done.metrics)
-
-    values = asyncio.run(evaluate())
+    values, _ = evaluated(config, EchoEngine(), rewards)
     assert (values["eval/no_verdict"], values["eval/failed"]) == (3, 0)  # of 6 prompts with 2 answers each
     assert values["eval/accuracy"] == values["eval/reward"] == values["eval/reward/gold"] == 1
     assert values["eval/avg_at_2"] == values["eval/pass_at_2"] == 1

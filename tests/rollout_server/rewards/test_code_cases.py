@@ -35,21 +35,6 @@ def test_a_value_comes_out_as_it_is(value: object) -> None:
     assert found == value and type(found) is type(value)
 
 
-class AlwaysEqual(list):
-    """The cheat that gets full marks where values are compared beside the answer."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_an_object_that_is_always_equal_comes_out_as_what_it_holds_or_not_at_all() -> None:
-    assert decode(json.loads(encode(AlwaysEqual([1])))) == [1]
-    with pytest.raises(TypeError):
-        encode(object())
-
-
 def passed(case: Case, *values: object) -> bool:
     written = ", ".join(map(encode, values))
     result = f"[{written}]" if case.kind == "outside" else written
@@ -64,18 +49,10 @@ def test_a_call_has_lines_of_json_as_arguments_and_one_json_as_result() -> None:
     assert passed(case, 7) and passed(case, [7])  # verl wraps results in a list
     (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ["[4, 5]"]})
     assert passed(case, [4, 5]) and not passed(case, 4)
-
-
-@pytest.mark.parametrize(("code", "value", "is_passed"), [
-    ("assert f(1) == 3", 3, True), ("assert f(1) == 3", 3.0, True), ("assert f(1) == 3", "3", False),
-    ("assert 3 == f(1)", 3, True), ("assert f(1) == (1, 2)", [1, 2], False),  # as in Python
-    ("assert set(f(1)) == {1, 2}", {2, 1}, True), ("assert f(1) is None", None, True), ("assert f(1)", True, True),
-    ("assert not f(1)", False, True), ("x = 5\nassert f(x) == 3, 'with a message'", 3, True),
-])  # fmt: skip
-def test_an_assert_of_a_value_is_compared_outside(code: str, value: object, is_passed: bool) -> None:
-    (case,) = read_cases({"assert_case": [code]})
-    assert case.kind == "outside" and "== 3" not in case.suffix
-    assert passed(case, value) == is_passed
+    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ['[[{"-1": {"5": 1}}]]']})
+    assert passed(case, [{-1: {5: 1}}]) and passed(case, [{"-1": {"5": 1}}]) and not passed(case, [{1: {5: 1}}])
+    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ['{"1": 2, "a": 3}']})
+    assert not passed(case, {1: 2, "a": 3})  # not all of its keys are whole numbers
 
 
 @pytest.mark.parametrize("code", [
@@ -94,17 +71,11 @@ def test_a_result_that_can_not_be_read_is_wrong(result: str) -> None:
     assert not case.is_passed_by(f"\n{case.marker} {result}\n") and not case.is_passed_by(result)
 
 
-def test_two_results_are_none() -> None:
-    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ["1"]})
-    assert not case.is_passed_by(f"\n{case.marker} 2\n{case.marker} 1\n")
-
-
 @pytest.mark.parametrize("tests", [
     [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": "", "outputs": "", "assert_case": ""},
     {"inputs": "", "outputs": [1]}, {"inputs": [], "outputs": []}, {"assert_case": [1]},
     {"assert_case": "assert f(1) == 2"}, {"inputs": "3\n", "outputs": "6\n"}, {"inputs": ["3", "4"], "outputs": "68"},
-    {"fn_name": "f", "inputs": [3], "outputs": [6]}, {"fn_name": "f", "inputs": [{"a": 3}], "outputs": [6]},
-    {"fn_name": "a b", "inputs": ["1"], "outputs": ["1"]}, {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
+    {"fn_name": "f", "inputs": [3], "outputs": [6]}, {"fn_name": "a b", "inputs": ["1"], "outputs": ["1"]},
 ])  # fmt: skip
 def test_tests_of_another_schema_are_refused(tests: object) -> None:
     with pytest.raises(ValueError):
@@ -113,37 +84,18 @@ def test_tests_of_another_schema_are_refused(tests: object) -> None:
 
 @pytest.mark.parametrize(("said", "program"), [
     ("first\n```python\na = 1\n```\nthen\n```py\nx = 1\n```\nand\n```json\n{}\n```\nend", "x = 1\n"),
-    ("no code", None), ("```\nx\n```", "x\n"),
-    *((f"{prose}```python\nx = 1\n```", "x = 1\n") for prose in (  # fences in prose and drafts in thoughts
-        "use ``` quotes, then\n", "The prompt said wrap in ```.\n\n", "``` is the fence. ", "<think>hm</think>",
-        "say ```x``` and\n",
-    )),
+    ("no code", None), ("```\nx = 1\n```", "x = 1\n"), ("```{.python}\r\nx = 1\r\n```\r\n", "x = 1\n"),
+    ("The prompt said wrap in ```.\n\n```Python title=a.py\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n"),
     ("<think>```python\ndraft\n``` wrong</think>\n```\nx = 1\n```", "x = 1\n"),
-    *((said, "x = 1\n") for said in (
-        "```python\nx = 1\n```\nOutput:\n```\n1\n```", "``` python\nx = 1\n```", "```py3\nx = 1\n```",
-        "```python title=a.py\nx = 1\n```", "```python\r\nx = 1\r\n```\r\n", "1. so\n   ```python\n   x = 1\n   ```",
-        "```Python\nx = 1\n```", "```{.python}\nx = 1\n```", "so:\n```\nx = 1\n```",
-        "say ```x``` here\n```python\nx = 1\n```", "```\ny = 2\n```\n```python\nx = 1\n```",
-    )),
+    ("1. say ```x``` so\n   ``` py3\n   x = 1\n   ```", "x = 1\n"),
 ])  # fmt: skip
 def test_the_last_block_of_the_language_is_the_program_however_it_is_written(said: str, program: str | None) -> None:
     assert find_program(said, CodeSettings()) == program
 
 
-@pytest.mark.parametrize(("expected", "value", "is_right"), [
-    ({"1": 2}, {1: 2}, True), ({"1": 2}, {"1": 2}, True), ({"1": 2}, {1: 3}, False), ([{"-1": [2]}], {-1: [2]}, True),
-    ({"1": 2, "a": 3}, {1: 2, "a": 3}, False), ({"01": 2}, {1: 2}, False), ([[{"0": {"5": 1}}]], [{0: {5: 1}}], True),
-])
-def test_a_mapping_with_whole_numbers_as_keys_is_what_json_has_as_text(
-    expected: object, value: object, is_right: bool
-) -> None:
-    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": [json.dumps(expected)]})
-    assert passed(case, value) == is_right
-
-
 @pytest.mark.parametrize("future", [
-    "from __future__ import annotations", "from __future__ import (\n    annotations,\n    division,\n)",
-    '"""Adds."""\nfrom __future__ import annotations  # so', "from __future__ import annotations; import os",
+    '"""Adds."""\nfrom __future__ import (\n    annotations,\n    division,\n)  # so',
+    "from __future__ import annotations; import os",
 ])
 def test_an_answer_with_an_import_of_the_future_has_the_other_imports(future: str) -> None:
     program = f"{future}\ndef f(x: List[int]): return gcd(*x)\nif __name__ == '__main__': raise ValueError\n"

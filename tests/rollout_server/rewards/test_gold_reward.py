@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 
-from async_rl.base.telemetry.metrics import reduce_metrics
-from rollout_server.rewards.base import NamedReward, open_gold_reward
+from rollout_server.rewards.base import open_gold_reward
 from rollout_server.rewards.rules import GSM8K
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, make_config, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
-from tests.kit.worker import plain_reward
+from tests.kit.worker import evaluated, plain_reward
 
 
 def test_a_gold_reward_is_a_name_of_task_reward_or_the_tasks_own() -> None:
@@ -25,24 +22,11 @@ def test_a_gold_reward_is_a_name_of_task_reward_or_the_tasks_own() -> None:
     assert open_gold_reward(changed(config, eval={"gold_reward": ""}), task) == ()
 
 
-def evaluated(score_gold: object) -> tuple[dict[str, float], tuple[str, ...]]:
+def told_by(score_gold: object) -> tuple[dict[str, float], tuple[str, ...]]:
     """The metrics and the notes of an evaluation of 12 answers, all of which are trained by the reward 1."""
     config = worker_config()
-
-    def named(score: object, **fields: object) -> NamedReward:
-        return plain_reward(config, score, **fields)
-
-    async def play() -> tuple[dict[str, float], tuple[str, ...]]:
-        engine, task = EchoEngine(), open_task(config, TOKENIZER)
-        gold = named(score_gold, name="eval.gold_reward")
-        player = ScoredPlayer(config, 0, engine, task, [named(lambda *_: 1.0)], TOKENIZER, [gold])
-        try:
-            report = await player.evaluate(0, beside_training=False)
-            return reduce_metrics([*report.metrics, *player.drain_metrics()]), player.drain_notes()
-        finally:
-            await player.aclose()
-
-    return asyncio.run(play())
+    gold = plain_reward(config, score_gold, name="eval.gold_reward")  # type: ignore[arg-type]
+    return evaluated(config, EchoEngine(), [plain_reward(config, lambda *_: 1.0)], [gold])
 
 
 def test_gold_rewards_that_fail_or_have_no_verdict_are_counted_and_told() -> None:
@@ -51,11 +35,11 @@ def test_gold_rewards_that_fail_or_have_no_verdict_are_counted_and_told() -> Non
     def fails(question: object, response: str) -> float:
         raise ValueError("no such service")
 
-    found, notes = evaluated(fails)
+    found, notes = told_by(fails)
     assert found["eval/gold_failed"] == found["eval/accuracy"] * 12 == 12 and "eval/gold" not in found
     assert found["scoring/eval.gold_reward/failed"] == 6  # prompts
     (note,) = notes
     assert "eval.gold_reward failed" in note and "no such service" in note
-    found, notes = evaluated(lambda *_: None if next(calls) % 3 else 1.0)
+    found, notes = told_by(lambda *_: None if next(calls) % 3 else 1.0)
     assert (found["eval/gold_labels"], found["eval/gold_no_verdict"], found["eval/gold"]) == (4, 8, 1)
     assert found["scoring/eval.gold_reward/no_verdict"] == 8 and not notes

@@ -10,31 +10,12 @@ from typing import Any
 import pytest
 
 from async_rl.base.config import Config
-from async_rl.base.config.section import section
 from async_rl.base.errors import RewardError
 from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.scoring import Scoring, Verdict
 from tests.kit.configs import make_config
-from tests.kit.rewards import QUESTION, named, scored, told
-
-
-def test_what_a_reward_opens_is_opened_once_and_closed_at_the_end() -> None:
-    events: list[str] = []
-
-    @section("task.rewards.params")
-    class Settings:
-        bonus: float = 0.0
-
-    @asynccontextmanager
-    async def opened(config: Config, settings: Settings) -> AsyncIterator[Callable[..., Any]]:
-        events.append("open")
-        yield lambda question, response: settings.bonus
-        events.append("closed")
-
-    reward = Reward(open=opened, settings=Settings)
-    verdicts, _ = scored([named(reward, settings=Settings(bonus=0.25))], "a", "b", groups=3)
-    assert [each.reward for each in verdicts] == [0.25, 0.25] and events == ["open", "closed"]
+from tests.kit.rewards import QUESTION, named, told
 
 
 def test_opening_that_fails_or_hangs_fails_its_group_and_is_tried_again() -> None:

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rl.base.config import TaskConfig
-from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards import rules
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
 from tests.kit.configs import changed, make_config
@@ -48,6 +45,8 @@ def about(answer: Any) -> Question:
     # thousands separators are ignored, in the response and (unlike verl) in the answer
     ("#### 1,234,567", "1234567", 1, 1), ("#### 1234567", "1,234,567", 1, 1), ("#### -3", "-3", 1, 1),
     ("#### .5", ".5", 1, 1), ("#### .5", "0.5", 0, 1), ("#### 3.50", "3.5", 0, 1), ("#### 3.5", "3", 0, 0),
+    # only the last 300 characters count
+    ("#### 72" + "x" * 293, "72", 1, 1), ("#### 72" + "x" * 294, "72", 0, 1),
     # numbers of a column of pandas
     ("#### 72", 72, 1, 1), ("#### 72", 72.0, 1, 1), ("#### 0.5", 0.5, 1, 1), ("#### 72", " 72\n", 1, 1),
 ])  # fmt: skip
@@ -56,60 +55,30 @@ def test_gsm8k_rule(response: str, answer: object, strict: int, flexible: int) -
     assert gsm8k(about(answer), response, flexible=True) == flexible
 
 
-def test_gsm8k_looks_at_the_last_300_characters_only() -> None:
-    answer = "#### 72"
-    assert gsm8k(about("72"), answer + "x" * (300 - len(answer))) == 1
-    assert gsm8k(about("72"), answer + "x" * (301 - len(answer))) == 0
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(("response", "answer", "reward"), [
-    ("so it is $\\boxed{0.5}$", "\\frac12", 1), ("#### 42", "42", 1), ("The result is $x = 43$.", "42", 0),
-    ("$\\boxed{\\{1, 2\\}}$", "\\{2, 1\\}", 1), ("I do not know", "42", 0), ("$\\boxed{", "42", 0),
+@pytest.mark.parametrize(("response", "right", "wrong"), [
+    ("so it is $\\boxed{0.5}$", "\\frac12", "2"), ("#### 42", "42", "43"), ("$\\boxed{\\{1, 2\\}}$", "\\{2, 1\\}", "1"),
+    ("I do not know", "", "42"), ("$\\boxed{", "", "42"),
+    # what follows the thoughts
+    ("<think>It may be \\boxed{24}. No.</think>\nThe answer is 72.", "72", "24"),
+    ("<think>It is 24</think><answer>\n72 clips</answer> I hope", "72", "24"),
+    ("<answer>24</answer> is wrong: <answer>\\boxed{72}</answer>", "72", "24"),
+    ("\\boxed{72} in <answer> tags, as step 2 says.", "72", "2"),
+    ("It is \\boxed{12}? <answer>None of the above</answer>", "", "12"),
+    ("\\boxed{24} is wrong: <answer>72</answer>, written in <answer> tags.", "72", "24"),
+    ("<think>It is \\boxed{24}.</think>\n", "24", "72"),
+    ("<think>It is \\boxed{24}.</think>\nI do not know.", "", "24"),
+    # the last box, where words stand before it
+    ("So it is \\boxed{41}. Wait, I forgot one, so it is \\boxed{42}.", "42", "41"),
+    ("$x=\\boxed{41} \\text{ or } \\boxed{42}$", "41, 42", "42"),
+    ("The one is \\boxed{41}, the other is \\boxed{42}.", "41, 42", "41"),
+    ("It is \\boxed{\\boxed{42}}, I am sure.", "42", "41"),
+    ("\\boxed{0}, no, \\boxed{42}. The final answer is $41$. I hope it is.", "42", "41"),
+    ("$\\boxed{42}$ hmm, no, it is \\boxed{ 41", "42", "41"),  # cut off
 ])  # fmt: skip
-def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
-    assert math_verify(about(answer), response) == reward
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("response", "answer", "other"),
-    [
-        ("<think>It may be \\boxed{24}. No.</think>\nThe answer is 72.", "72", "24"),
-        ("<think>It is 24</think><answer>\n72 clips</answer> I hope", "72", "24"),
-        ("<answer>24</answer> is wrong: <answer>\\boxed{72}</answer>", "72", "24"),
-        ("<think>Either 1 or 2</think> so <answer>3 1/2", "3 1/2", "5"),
-        ("\\boxed{72} in <answer> tags, as step 2 says.", "72", "2"),
-        ("\\boxed{72} <answer>see above</answer>", "72", "24"),
-        ("First \\boxed{24}. Then corrected. <answer> $x = 72$", "72", "24"),
-        ("3 x 4 = 12. <answer>I don't know</answer>", "none", "12"),
-        ("It is \\boxed{12}? <answer>None of the above</answer>", "none", "12"),
-        ("\\boxed{24} is wrong: <answer>72</answer>, written in <answer> tags.", "72", "24"),
-        ("<think>It is \\boxed{24}.</think>\n", "24", "72"),
-        ("<think>It is \\boxed{24}.</think>\nI do not know.", "none", "24"),
-    ],
-)
-def test_math_verify_compares_what_follows_the_thoughts(response: str, answer: str, other: str) -> None:
-    assert [math_verify(about(each), response) for each in (answer, other)] == [float(answer != "none"), 0]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("response", "right", "wrong"),
-    [
-        ("So it is \\boxed{41}. Wait, I forgot one, so it is \\boxed{42}.", "42", "41"),
-        ("\\boxed{5}. Wait, it is \\boxed{41} and \\boxed{42}.", "41, 42", "42"),
-        ("$x=\\boxed{41} \\text{ or } \\boxed{42}$", "41, 42", "42"),
-        ("The one is \\boxed{41}, the other is \\boxed{42}.", "41, 42", "41"),
-        ("It is \\boxed{\\boxed{42}}, I am sure.", "42", "41"),
-        ("\\boxed{0}. The final answer is $41$. I hope so. No: \\boxed{42}", "42", "41"),
-        ("\\boxed{0}, no, \\boxed{42}. The final answer is $41$. I hope it is.", "42", "41"),
-        ("Answer: $41$. \\boxed{(} and then \\boxed{42}", "42", "41"),
-        ("$\\boxed{42}$ hmm, no, it is \\boxed{ 41", "42", "41"),  # cut off
-    ],
-)
-def test_math_verify_takes_the_last_box_where_words_stand_before_it(response: str, right: str, wrong: str) -> None:
-    assert [math_verify(about(each), response) for each in (right, wrong)] == [1, 0]
+def test_math_verify_compares_the_last_answer_that_is_given(response: str, right: str, wrong: str) -> None:
+    assert not right or math_verify(about(right), response) == 1
+    assert math_verify(about(wrong), response) == 0
 
 
 @pytest.mark.processes
@@ -132,26 +101,6 @@ def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
     assert math_verify(about("9"), "$\\boxed{9}$") == 1
 
 
-def math_processes() -> set[psutil.Process]:
-    children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
-    return {each for each in children if "math_child.py" in " ".join(each.cmdline())}
-
-
-@pytest.mark.processes
-def test_a_math_verify_process_that_hangs_is_killed_and_another_takes_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before, checker = math_processes(), rules.MathChecker()
-    assert checker.is_equal("$\\boxed{9}$", "9")
-    (child,) = math_processes() - before
-    child.suspend()
-    with monkeypatch.context() as patch:
-        patch.setattr(rules, "ANSWER_TIMEOUT_S", 0.2)
-        with pytest.raises(RewardError, match=str(child.pid)):
-            checker.is_equal("1", "1")
-    assert checker.is_equal("$\\boxed{9}$", "9") and child not in math_processes() - before
-
-
 def test_the_source_of_a_row_picks_the_rule() -> None:
     assert rule_for_source("openai/gsm8k") == "gsm8k"
     for source in ("lighteval/MATH", "aime_2024"):
@@ -160,18 +109,8 @@ def test_the_source_of_a_row_picks_the_rule() -> None:
         rule_for_source("codeforces")
 
 
-def test_a_custom_function_gets_the_question_and_the_response(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "seen = []\ndef score(*arguments):\n    seen.append(arguments)\n    return 0.25\n"
-    (tmp_path / "rewards_in_cwd.py").write_text(code)
-    monkeypatch.chdir(tmp_path)  # the user's module is found where the command is run
-    assert opened("rewards_in_cwd:score")(about("3"), "It is 3") == 0.25
-    assert sys.modules["rewards_in_cwd"].seen == [(about("3"), "It is 3")]
-
-
 @pytest.mark.parametrize(
-    "name", ["gsm8", "no_such_module_here:fn", "json:no_such_function", ":fn", ".x:fn", "json:__name__"]
+    "name", ["gsm8", "no_such_module_here:fn", "json:no_such_function", ":fn", "json:__name__"]
 )
 def test_a_reward_that_can_not_be_found_is_refused_by_its_key_and_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^task\\.reward .*'{name}'"):

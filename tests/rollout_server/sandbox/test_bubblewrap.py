@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -13,10 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.base.errors import ConfigError
-from rollout_server.question import Question
-from rollout_server.rewards.code import sandbox as sandboxes
-from rollout_server.rewards.code.checker import CodeChecker, CodeSettings
 from rollout_server.rewards.code.sandbox import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
 from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
@@ -90,20 +85,6 @@ def test_programs_import_what_their_python_has_installed() -> None:
 
 
 @needs_bubblewrap
-def test_a_program_sees_nothing_of_the_host() -> None:
-    ended = run("import os\nos.environ.pop('LC_CTYPE', None)\nprint(os.listdir('/tmp'), sorted(os.environ))\n"
-                "print(sorted(os.listdir('/etc')), [os.path.exists(p) for p in ('/home', '/var', '/proc', '/sys')])\n"
-                "files = [os.path.sameopenfile(f, f) for f in range(3)]\n"
-                "for f in range(3, 256):\n  try: print(os.fstat(f))\n  except OSError: pass\n"
-                f"print(os.path.exists({str(ROOT)!r}), os.getuid() == {os.getuid()} != 0)")  # fmt: skip
-    environment = ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PWD"]
-    first, second, third = ended.output.splitlines()
-    assert first == f"[] {environment}"
-    assert second.endswith("[False, False, False, False]") and "passwd" not in second
-    assert third == f"False {os.getuid() != 0}"
-
-
-@needs_bubblewrap
 def test_tests_of_one_answer_share_a_sandbox_and_no_state() -> None:
     with nothing_is_left(), Bubblewrap().open("import math\nshared = [math.pi]") as run:
         program = "prepared['shared'].append(1)\nimport math\nmath.e = input()\nprint(len(prepared['shared']), math.e)"
@@ -139,55 +120,6 @@ def test_a_sandbox_that_is_stopped_is_killed_with_all_its_processes(python: str)
     interpreter.close()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
-
-
-class Slow(Bubblewrap):
-    """An interpreter that is never ready."""
-
-    def command_line(self, user: int | None) -> list[str]:
-        return [sys.executable, "-c", "import time; time.sleep(99)"]
-
-
-def test_a_sandbox_that_starts_too_slowly_costs_no_more_than_the_limit_of_its_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So the answer has no verdict, and the reward does not run out of its own time limit."""
-    monkeypatch.setattr(sandboxes, "GRACE_S", 0.2)
-    checker = CodeChecker(sandbox=Slow(), settings=CodeSettings(timeout_s=0.2))
-    question = Question(messages=[], ground_truth={"inputs": ["1"], "outputs": ["1"]})
-    began_s = time.monotonic()
-    result = checker.score(question, "```python\nprint(1)\n```")
-    assert result.score is None and "a sandbox did not answer" in result.reason
-    assert time.monotonic() - began_s < sandboxes.START_TIMEOUT_S / 2
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize("name", ["bash", "node"])
-def test_programs_of_other_languages_work(name: str) -> None:
-    program = {
-        "bash": "read n; for i in 1 2; do echo $((n * i)) | cat; done",
-        "node": "const n = +require('fs').readFileSync(0, 'utf8'); console.log(n); console.log(n * 2)",
-    }[name]  # fmt: skip
-    if not os.path.exists(f"/usr/bin/{name}"):
-        pytest.skip(f"there is no /usr/bin/{name}")
-    ended = run(program, sandbox=Bubblewrap(command=[name]), memory_bytes=8 << 30)
-    assert (ended.exit_code, ended.output) == (0, "7\n14\n"), ended
-
-
-@needs_bubblewrap
-def test_a_command_that_is_not_there_is_refused() -> None:
-    Bubblewrap(command=["bash"]).check()
-    with pytest.raises(ConfigError, match="no-such-language"):
-        Bubblewrap(command=["no-such-language"]).check()
-
-
-def test_programs_that_are_not_contained_still_have_limits() -> None:
-    with Bubblewrap(is_contained=False).open() as run:
-        assert run(f"print(open({__file__!r}).readline())").output.startswith('"""Bubblewrap: what')
-        assert run("while True: pass", "", RunLimits(wall_s=0.5)).is_late
-        assert "MemoryError" in run("x = bytearray(1 << 30)").errors
-    with Bubblewrap(command=["bash"], is_contained=False).open() as run:
-        assert run("read n; echo $((n * 2))", "7").output == "14\n"
 
 
 @pytest.mark.parametrize("is_contained", [pytest.param(True, marks=needs_bubblewrap), False])

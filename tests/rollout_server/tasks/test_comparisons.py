@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from async_rl.base.errors import ConfigError
-from learner.models.tiny_model import character_tokenizer, tool_tokenizer
 from rollout_server.tasks.comparisons import ComparedAnswers, ComparisonFile, read_comparisons, split_by_prompt
 from tests.kit.configs import make_config
+from tests.kit.data_files import TOKENIZER, written
 
-TOKENIZER = character_tokenizer()
 USER = {"role": "user", "content": "Hi?"}
 
 
@@ -21,16 +17,10 @@ def reply(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def read(
-    tmp_path: Path, *rows: dict[str, Any], tokenizer: Any = TOKENIZER, suffix: str = "jsonl", **task: Any
-) -> ComparisonFile:
-    file = tmp_path / f"rows.{suffix}"
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
-    else:
-        file.write_text("\n".join(map(json.dumps, rows)))
+def read(tmp_path: Path, *rows: dict[str, Any], suffix: str = "jsonl", **task: Any) -> ComparisonFile:
+    file = written(tmp_path / f"rows.{suffix}", list(rows))
     config = make_config(task={"max_prompt_tokens": 64, **task}, rollout={"max_response_tokens": 8})
-    return read_comparisons(config, str(file), "reward_training.path", tokenizer)
+    return read_comparisons(config, file, "reward_training.path", TOKENIZER)
 
 
 def texts(compared: ComparedAnswers) -> list[str]:
@@ -53,19 +43,6 @@ def test_pairs_in_trls_columns_and_rankings_are_read_as_the_policy_would_answer(
         (compared,) = read(tmp_path, row, suffix=suffix).comparisons
         assert texts(compared) == ["Hi?<sep>yes<eos>", "Hi?<sep>no<eos>"]
         assert compared.pairs == [(0, 1, 0.0)] and compared.prompt == "Hi?<sep>"
-
-
-def test_a_conversation_has_its_earlier_turns_in_the_prompt(tmp_path: Path) -> None:
-    turns = [USER, reply("Hm"), {"role": "user", "content": "Well?"}]
-    row = {"prompt": turns, "chosen": [reply("a")], "rejected": [reply("b")]}
-    (compared,) = read(tmp_path, row, tokenizer=tool_tokenizer()).comparisons
-    assert compared.prompt == (
-        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nHm<|im_end|>\n<|im_start|>user\nWell?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    tokenizer = tool_tokenizer()
-    assert [each.messages for each in compared.answers] == [turns, turns]
-    assert [tokenizer.decode(each.answer) for each in compared.answers] == ["a<|im_end|>", "b<|im_end|>"]
 
 
 def test_margins_ranks_and_ties(tmp_path: Path) -> None:

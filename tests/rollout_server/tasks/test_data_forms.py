@@ -99,11 +99,6 @@ def test_the_weights_of_files_say_how_often_their_rows_come_in_an_epoch(
     assert all(origin == f"row {text[1]} of {tmp_path}/{text[0]}.jsonl" for text, (_, origin) in rows.items())
 
 
-def test_without_shuffling_prompts_come_in_the_order_of_the_files(tmp_path: Path) -> None:
-    task = opened([written(tmp_path / f"{name}.jsonl", sums(name, 3)) for name in "ba"], shuffle=False)
-    assert [task.prompt(i).text[:2] for i in range(8)] == ["b0", "b1", "b2", "a0", "a1", "a2", "b0", "b1"]
-
-
 def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     import datasets
 

@@ -5,20 +5,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from async_rl.base.config import Config, TaskConfig
 from async_rl.base.errors import ConfigError
-from learner.models.tiny_model import character_tokenizer
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.gsm8k import prepare_gsm8k
 from tests.kit.configs import make_config
+from tests.kit.data_files import TOKENIZER, written
 
-TOKENIZER = character_tokenizer()
 GSM8K = Path("/work/shared/data/gsm8k")
 
 
@@ -35,15 +32,7 @@ def row_of(i: int, **changes: Any) -> dict[str, Any]:
     return {**row, **changes}
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) -> tuple[Config, Task]:
+def opened(path: str | Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) -> tuple[Config, Task]:
     config = make_config(task=TaskConfig(path=str(path), eval_path=eval_path, **task), eval={"num_prompts": eval_size})
     return config, open_task(config, TOKENIZER)
 
@@ -61,13 +50,6 @@ def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suf
         assert prompt.text == f"Be brief.\nWhat is {int(answer) - 1} + 1?<sep>"
         assert prompt.question.extra == {"index": int(answer) - 1}
         assert (reward(question, f"#### {answer}"), reward(question, f"It is {answer}")) == (1, 0)
-
-
-def test_the_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
-    train = written(tmp_path / "a.jsonl", [row_of(i) for i in range(5)])
-    held_out = written(tmp_path / "b.jsonl", [row_of(i) for i in range(5, 9)])
-    _, task = opened(train, eval_path=str(held_out), eval_size=3)
-    assert [p.question.ground_truth for p in task.eval_prompts()] == ["6", "7", "8"]
 
 
 @pytest.mark.parametrize(("changes", "named"), [
@@ -146,18 +128,6 @@ def test_every_reference_solution_of_gsm8k_scores_1(tmp_path: Path) -> None:
     assert all(task.verify(q, o["answer"]) == 1 for q, o in zip(questions, originals, strict=True))
     assert all(gsm8k(q, q.solution, flexible=True) == 1 for q in questions)
     assert not any(task.verify(q, o["answer"] + "1") for q, o in zip(questions, originals, strict=True))
-
-
-def test_prepare_keeps_question_solution_and_number(tmp_path: Path) -> None:
-    item = {"question": "How many?", "answer": "1000 + 234 = <<1000+234=1234>>1234\n#### 1,234"}
-    (tmp_path / "in.jsonl").write_text(json.dumps(item) + "\n")
-    assert prepare_gsm8k(tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl") == 1
-    _, task = opened(tmp_path / "new" / "out.jsonl")
-    question = task.train_question(0)
-    assert question.messages[0]["content"].startswith("How many?\n")
-    assert (question.ground_truth, question.solution) == ("1234", item["answer"])
-    [(_, answer)] = task.sft_pairs(1)
-    assert TOKENIZER.decode(answer, skip_special_tokens=True) == item["answer"]
 
 
 @pytest.mark.parametrize("line", ['{"question": "?"}', "nonsense", '{"question": "?", "answer": "#### Head"}'])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -54,19 +53,6 @@ def test_a_failure_that_passes_costs_waiting(status: int, text: str, headers: di
     assert counts["scoring/judge/retries"] == 2 and counts["scoring/judge/requests"] == 3
 
 
-def test_a_slow_reply_costs_waiting() -> None:
-    async def ask() -> list[float | None]:
-        slow = FakeJudge(in_turn(score(7)), latency_s=1.0)
-        async with slow.serve() as url:
-            asking = asyncio.create_task(verdicts(judged_by(url, timeout_s=0.5), "x"))
-            while not slow.asked:
-                await asyncio.sleep(0.01)
-            slow.latency_s = 0
-            return [verdict.reward for verdict in await asking]
-
-    assert asyncio.run(ask()) == [0.7]
-
-
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_connection_that_breaks_or_trickles_costs_waiting(trickles: bool) -> None:
     left = [1]
@@ -99,21 +85,6 @@ def test_a_connection_that_breaks_or_trickles_costs_waiting(trickles: bool) -> N
 
     rewards, counts = asyncio.run(asyncio.wait_for(ask(), 20))
     assert rewards == [0.7] and counts["scoring/judge/requests"] == 2
-
-
-def test_an_outage_of_the_endpoint_costs_waiting_and_its_verdicts_stay() -> None:
-    async def ask() -> tuple[list[float | None], float]:
-        fake = FakeJudge(in_turn(score(7)))
-        async with fake.serve() as url:
-            pass
-        began_s = time.monotonic()
-        asking = asyncio.create_task(verdicts(judged_by(url), "x", "y"))
-        await asyncio.sleep(0.3)
-        async with fake.serve(int(url.split(":")[2].partition("/")[0])):
-            return [verdict.reward for verdict in await asking], time.monotonic() - began_s
-
-    rewards, seconds = asyncio.run(ask())
-    assert rewards == [0.7, 0.7] and seconds > 0.3
 
 
 def test_a_judge_that_starts_again_with_another_model_is_asked_for_its_name() -> None:
@@ -183,16 +154,6 @@ def test_a_reply_without_a_verdict_costs_the_answer_alone(answer: web.Response) 
         assert len(fake.asked) == 2  # it is not asked again
 
     asyncio.run(ask())
-
-
-def test_at_most_so_many_requests_are_under_way_at_once() -> None:
-    async def ask() -> int:
-        fake = FakeJudge(lambda body: score(7), latency_s=0.02)
-        async with fake.serve() as url:
-            await verdicts(judged_by(url, concurrency=3), *map(str, range(12)))
-        return fake.most_at_once
-
-    assert asyncio.run(ask()) == 3
 
 
 def test_requests_are_shared_between_endpoints_and_a_dead_one_is_left_out() -> None:

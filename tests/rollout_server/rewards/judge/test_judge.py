@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.judge import pairs_of
 from rollout_server.rewards.scoring import Verdict
-from tests.kit.configs import changed
 from tests.kit.judges import Answer, FakeJudge, judged_by, score, verdicts_and_counts
 from tests.kit.rewards import QUESTION
 
@@ -57,32 +55,6 @@ def test_places_of_the_prompt_are_filled_in_one_pass() -> None:
     assert fake.prompts == [r'Q {answer}? R {"n": "{question}"} A {reference} {other} {"score": 1} \frac{a}{b} { x }']
     assert body["messages"][0] == {"role": "system", "content": "be strict, {answer}"} and "response_format" not in body
     assert (body["max_tokens"], body["temperature"], body["seed"]) == (9, 0.5, 3)
-
-
-def test_a_conversation_is_told_with_its_roles() -> None:
-    messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
-    question = Question(messages=messages, ground_truth=None)
-    _, _, fake = asked("judge", lambda body: score(4), "x", question=question, prompt="{question}|{reference}|{answer}")
-    assert fake.prompts == ["system: s\nuser: u||x"]
-
-
-def test_verdicts_are_kept_by_model_and_prompt_but_not_their_absence(tmp_path: Path) -> None:
-    def judge(body: dict[str, Any]) -> str:
-        return "I can't say" if "hard" in body["messages"][0]["content"] else score(4)
-
-    async def ask() -> list[tuple[int, float]]:
-        fake, told = FakeJudge(judge), []
-        async with fake.serve() as url:
-            for model, prompt in (("a", ""), ("a", ""), ("b", ""), ("a", "How good is {answer}?")):
-                config = changed(judged_by(url, params={"prompt": prompt}, model=model), run={
-                    "dir": str(tmp_path.parent), "name": tmp_path.name})  # fmt: skip
-                before = len(fake.asked)
-                found, counts = await verdicts_and_counts(config, "x", "x", "hard")
-                assert rewards(found) == [0.4, 0.4, None]
-                told.append((len(fake.asked) - before, counts["scoring/judge/prompt_tokens"]))
-        return told
-
-    assert asyncio.run(ask()) == [(2, 20), (1, 10), (2, 20), (2, 20)]
 
 
 def longest(body: dict[str, Any]) -> str:
@@ -147,9 +119,7 @@ def test_a_group_without_a_readable_ranking_has_no_verdict() -> None:
 
 @pytest.mark.parametrize(("reward", "params", "judge", "key"), [
     ("judge", {}, {"urls": ()}, r"task\.rewards\[0\] .*judge\.path"),
-    ("judge", {"prompt": "good?"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answer\}"),
     ("judge_pairwise", {"prompt": "{answer_a}"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answer_b\}"),
-    ("judge_listwise", {"prompt": "x"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answers\}"),
     ("judge", {"low": 3.0, "high": 3.0}, {}, r"task\.rewards\.params\.high"),
     ("judge", {"opponents": 2}, {}, r".*task\.rewards\[0\]\.params\.opponents"),
     ("judge", {}, {"patience_s": 4000.0}, r"timeouts\.batch_s .*4120"),
@@ -159,16 +129,3 @@ def test_a_judge_that_can_not_work_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{key}"):
         open_rewards(judged_by("http://h/v1", reward, params, **judge), None)  # type: ignore[arg-type]
-
-
-def test_a_call_may_take_as_long_as_the_patience_and_the_rate_need() -> None:
-    def limits(reward: str, params: dict[str, Any] | None = None, **judge: Any) -> tuple[float, int]:
-        (named,) = open_rewards(judged_by("http://h/v1", reward, params, **judge), None)  # type: ignore[arg-type]
-        return named.timeout_s, named.concurrency
-
-    assert limits("judge") == (600 + 2 * 60, 64)
-    slow = limits("judge", patience_s=60.0, timeout_s=5.0, requests_per_minute=60.0, concurrency=10)
-    assert slow == (60 + 10 + 10, 10)
-    assert limits("judge_listwise", timeout_s=5.0) == (600 + 10, 32)
-    assert limits("judge_pairwise", timeout_s=5.0) == (600 + 10, 1)  # 56 requests
-    assert limits("judge_pairwise", {"opponents": 2}, timeout_s=5.0, concurrency=10) == (600 + 5 * 3, 1)

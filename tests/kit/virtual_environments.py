@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from benchmarks.marked_command import wait_until
+from rollout_server.engines.server_process import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,3 +39,21 @@ def new_environment(folder: Path, requirements: tuple[str, ...], *, sees_ours: b
 def environment_variables() -> dict[str, str]:
     """Variables for a process that imports this checkout."""
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def serving(command: Callable[[int], list[Any]], cwd: Path) -> Iterator[int]:
+    """Run the command of a free port, which listens there while the block runs. Yields the port."""
+    port = free_port("127.0.0.1")
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    server = subprocess.Popen(command(port), cwd=cwd)
+    try:
+        wait_until(listens, 120, "the server")
+        yield port
+    finally:
+        server.kill()
+        server.wait(10)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI
 
 from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step
@@ -43,17 +42,6 @@ class Silent:
 
     async def close(self) -> None:
         Silent.closed += 1
-
-
-async def solve(question: Question, base_url: str, api_key: str) -> float:
-    """An agent that asks twice with OpenAI's client, and likes long answers."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages: list[Any] = list(question.messages)
-        for _ in range(2):
-            reply = await client.chat.completions.create(model="policy", messages=messages, temperature=0.5)
-            said = reply.choices[0].message.content or ""
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
-    return float(len(said))
 
 
 async def _ask(question: Question, base_url: str) -> None:

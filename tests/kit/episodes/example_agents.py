@@ -41,10 +41,6 @@ def die(question: Any, base_url: str, api_key: str) -> float:
     os._exit(3)
 
 
-def fail(question: Any, base_url: str, api_key: str) -> float:
-    raise KeyError("oops")
-
-
 async def misbehave(question: Any, base_url: str, api_key: str) -> float:
     """Does what the question's `act` says, after a reply; without one it works."""
     reward = await asyncio.to_thread(solve, question, base_url, api_key)

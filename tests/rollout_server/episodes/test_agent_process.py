@@ -26,10 +26,14 @@ LIMITS = EpisodeLimits(tool_s=5, turn_s=10, episode_s=20)
 
 
 def played(
-    name: str, folder: Path, count: int = 1, limits: EpisodeLimits = LIMITS, num_before: int = 0, module: str = PLACE,
+    name: str, folder: Path, *stages: list[dict[str, str]], limits: EpisodeLimits = LIMITS, module: str = PLACE,
     begin: Callable[[], None] = lambda: None,
-) -> list[Episode]:  # fmt: skip
-    """Episodes of the agent, at once, whose policy always answers 4. Each attempt calls `begin` as it begins."""
+) -> list[Episode]:
+    """Episodes in one process of the agent, whose policy always answers 4. Each attempt calls `begin` as it begins.
+
+    Args:
+        stages: the extra_info of the questions that are played at once, one stage after the other.
+    """
 
     def open_session() -> Session:
         begin()
@@ -38,24 +42,23 @@ def played(
     async def play() -> list[Episode]:
         endpoint, agent = AgentEndpoint(), AgentProcess(f"{module}:{name}", folder / "agent.log")
         await endpoint.start()
-        runner = AgentRunner(agent, endpoint, limits, 64)
-        question = Question(
-            messages=({"role": "user", "content": "2+2?"},), ground_truth="4", extra={"marker": str(folder / "marker")}
-        )
+        runner, asked = AgentRunner(agent, endpoint, limits, 64), ({"role": "user", "content": "2+2?"},)
+        known, episodes = {"marker": str(folder / "marker")}, list[Episode]()
         try:
-            for _ in range(num_before):
-                await runner.run(question, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [0]))
-            return list(await asyncio.gather(*(runner.run(question, open_session) for _ in range(count))))
+            for stage in stages or [[{}]]:
+                questions = [Question(messages=asked, ground_truth="4", extra=known | extra) for extra in stage]
+                episodes += await asyncio.gather(*(runner.run(question, open_session) for question in questions))
+            return episodes
         finally:
             await agent.aclose()
             await endpoint.aclose()
 
-    return asyncio.run(asyncio.wait_for(play(), 60))
+    return asyncio.run(asyncio.wait_for(play(), 100))
 
 
 def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
     folder = tmp_path / "no" / "folder" / "yet"
-    episodes = played("solve", folder, count=20)
+    episodes = played("solve", folder, [{}] * 20)
     assert [(episode.end, episode.reward) for episode in episodes] == [("done", 1.0)] * 20
     assert "working on 4" in (folder / "agent.log").read_text()  # what agents print does no harm
 
@@ -81,31 +84,13 @@ def test_an_attempt_begins_once_its_process_has_imported_the_agent(
 
 def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ProcessDiedError, match=" died 3 times "):
-        played("die", tmp_path, num_before=1)
+        played("die", tmp_path, [{}], [{}])
 
 
-def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMITS) -> list[Episode]:
+def acted(folder: Path, *acts: str, count: int) -> list[Episode]:
     """Episodes in one process of an agent: first those of `acts` at once, then `count` that work, one after the other.
     """
-
-    async def play() -> list[Episode]:
-        endpoint, agent = AgentEndpoint(), AgentProcess(f"{PLACE}:misbehave", folder / "agent.log")
-        await endpoint.start()
-        runner = AgentRunner(agent, endpoint, limits, 64)
-
-        async def run(act: str) -> Episode:
-            question = Question(messages=({"role": "user", "content": "2+2?"},), ground_truth="4", extra={"act": act})
-            return await runner.run(
-                question, lambda: session_of(scripted(TOKENIZER, ["4"] * 2), TOKENIZER, [TOKENIZER.eos_token_id])
-            )
-
-        try:
-            return [*await asyncio.gather(*map(run, acts)), *[await run("") for _ in range(count)]]
-        finally:
-            await agent.aclose()
-            await endpoint.aclose()
-
-    return asyncio.run(asyncio.wait_for(play(), 100))
+    return played("misbehave", folder, [{"act": act} for act in acts], *[[{"act": ""}]] * count)
 
 
 ENDS = {
@@ -149,7 +134,10 @@ def test_an_agent_is_cancelled_in_its_process(tmp_path: Path) -> None:
     assert (tmp_path / "marker").read_text() == "cancelled"
 
 
-def test_a_python_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_agent_that_can_not_be_run_is_an_error_that_names_why(tmp_path: Path) -> None:
+    with pytest.raises(ProcessDiedError, match="'missing'"):
+        played("missing", tmp_path)
+
     async def call() -> None:
         agent = AgentProcess(f"{PLACE}:solve", tmp_path / "agent.log", str(tmp_path / "python"))
         try:
@@ -159,8 +147,3 @@ def test_a_python_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
 
     with pytest.raises(ProcessDiedError, match=rf"{tmp_path}/python .*task\.agent_python"):
         asyncio.run(call())
-
-
-def test_an_agent_that_can_not_be_imported_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError, match="'missing'"):
-        played("missing", tmp_path)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import openai
@@ -67,22 +66,6 @@ def test_an_agent_that_knows_nothing_of_training_is_one_exact_row() -> None:
     assert episode.rows[0].turn_rewards == (0.0, 1.0) and episode.metrics["leaked_tasks"] == 0
 
 
-def test_an_agent_may_be_a_plain_function_that_blocks() -> None:
-    def agent(question: Question, base_url: str, api_key: str) -> float:
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as llm:
-            answer = llm.chat.completions.create(model="policy", messages=list(question.messages))  # type: ignore[arg-type]
-        return float(answer.choices[0].message.content == "4")
-
-    assert played(agent, "4").reward == 1.0
-
-
-@pytest.mark.parametrize(("end", "sizes"), [("turns", {"max_turns": 1}), ("length", {"max_tokens": 12})])
-def test_an_agent_without_room_ends_its_episode_as_it_stands(end: str, sizes: dict[str, int]) -> None:
-    episode = played(two_turns, "5", "4", **sizes)
-    assert (episode.end, episode.reward, episode.metrics["failed"]) == (end, 0.0, 0)
-    assert text_of(episode) == ["2+2?<sep>5<eos>"] and episode.rows[0].finish_reason == "length"
-
-
 def raising(error: BaseException, *, before_asking: bool = False, times: int = 99) -> Any:
     """An agent that raises so many times, after it has asked twice or before, and then works."""
     left = times
@@ -139,20 +122,6 @@ def test_an_agent_that_never_asks_the_policy_fails() -> None:
 
     episode = played(agent)
     assert episode.end == "failed" and "base_url" in episode.error
-
-
-@pytest.mark.parametrize(("options", "named"), [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"n": 2}, "with n"),
-], ids=["tools", "n"])
-def test_an_agent_whose_first_request_is_refused_fails_with_the_reason(options: dict[str, Any], named: str) -> None:
-    async def agent(question: Question, base_url: str, api_key: str) -> float:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
-            with contextlib.suppress(openai.BadRequestError):
-                await llm.chat.completions.create(model="policy", messages=list(question.messages), **options)  # type: ignore[call-overload]
-        return 0.0
-
-    episode = played(agent)
-    assert episode.end == "failed" and named in episode.error and "base_url" not in episode.error
 
 
 def test_an_agent_that_falls_silent_runs_out_of_time() -> None:

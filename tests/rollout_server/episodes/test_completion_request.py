@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_server.episodes.conversation.chat_messages import Message, plain_messages, prefix_digests, user
@@ -30,36 +30,34 @@ CALL = st.fixed_dictionaries(
     {},
     optional={"id": ANYTHING, "function": ANYTHING | st.fixed_dictionaries({"name": ANYTHING, "arguments": ANYTHING})},
 )
-MESSAGE = ANYTHING | st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "tool", "system", "developer", "x"]) | ANYTHING},
-    optional={"content": ANYTHING, "tool_calls": ANYTHING | st.lists(CALL, max_size=2), "name": ANYTHING},
-)
-OPTIONS = {
-    "tools": ANYTHING | st.lists(CALL, max_size=2), "max_tokens": ANYTHING, "stop": ANYTHING, "n": ANYTHING,
-    "stream_options": ANYTHING, "model": ANYTHING, "temperature": ANYTHING,
-}  # fmt: skip
-BODY = ANYTHING | st.fixed_dictionaries({"messages": ANYTHING | st.lists(MESSAGE, max_size=3)}, optional=OPTIONS)
 PART = ANYTHING | st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "input_text", "tool_use", "tool_result", "image"]) | ANYTHING},
     optional={"text": ANYTHING, "name": ANYTHING, "input": ANYTHING, "content": ANYTHING, "id": ANYTHING},
 )
-ITEM = MESSAGE | st.fixed_dictionaries(
-    {"type": st.sampled_from(["message", "function_call", "function_call_output"]) | ANYTHING},
+MESSAGE = ANYTHING | st.fixed_dictionaries(
+    {},
     optional={
-        "role": st.sampled_from(["user", "assistant", "x"]), "content": ANYTHING | st.lists(PART, max_size=3),
+        "role": st.sampled_from(["user", "assistant", "tool", "system", "developer", "x"]) | ANYTHING,
+        "type": st.sampled_from(["message", "function_call", "function_call_output"]) | ANYTHING,
+        "content": ANYTHING | st.lists(PART, max_size=3), "tool_calls": ANYTHING | st.lists(CALL, max_size=2),
         "call_id": ANYTHING, "name": ANYTHING, "arguments": ANYTHING, "output": ANYTHING,
     },
 )  # fmt: skip
-TOOL = ANYTHING | st.fixed_dictionaries(
+TOOL = CALL | st.fixed_dictionaries(
     {"name": ANYTHING},
     optional={"type": st.sampled_from(["function", "custom"]) | ANYTHING, "parameters": ANYTHING},
 )
-OTHER_OPTIONS = {
-    "tools": ANYTHING | st.lists(TOOL, max_size=2), "system": ANYTHING | st.lists(PART, max_size=2),
-    "instructions": ANYTHING, "max_output_tokens": ANYTHING, "stop_sequences": ANYTHING, "tool_choice": ANYTHING,
-}  # fmt: skip
-ITEMS = ANYTHING | st.lists(ITEM, max_size=3)
-OTHER_BODY = st.fixed_dictionaries({}, optional={"input": ITEMS, "messages": ITEMS, **OTHER_OPTIONS})
+OPTIONS = {"tools": ANYTHING | st.lists(TOOL, max_size=2), "system": ANYTHING | st.lists(PART, max_size=2)}
+BODIES = {
+    CHAT_COMPLETIONS: ("messages", "tools", "max_tokens", "stop", "n", "stream_options", "model", "temperature"),
+    RESPONSES: ("input", "tools", "instructions", "max_output_tokens", "tool_choice"),
+    MESSAGES: ("messages", "tools", "system", "stop_sequences", "max_tokens", "tool_choice"),
+}
+"""[API] where it has the messages, and others of its keys."""
+ONCE_FAILED: list[Any] = [
+    {"messages": [{"role": "user", "tool_calls": True}]}, {"input": [{"type": "function_call"}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, [], None,
+]
 
 
 def check_reply_or_refusal(api: Api, body: Any) -> int:
@@ -85,21 +83,17 @@ def check_reply_or_refusal(api: Api, body: Any) -> int:
     return len(request.messages)
 
 
+@pytest.mark.parametrize("api", BODIES, ids=["chat completions", "responses", "messages"])
 @settings(max_examples=200, deadline=None)
-@given(body=BODY)
-@example(body={"messages": [{"role": "user", "tool_calls": True}]})
-def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
-    num_messages = check_reply_or_refusal(CHAT_COMPLETIONS, body)
-    assert num_messages == 0 or num_messages == len(body["messages"])
-
-
-@pytest.mark.parametrize("api", [RESPONSES, MESSAGES], ids=["responses", "messages"])
-@settings(max_examples=200, deadline=None)
-@given(body=OTHER_BODY)
-@example(body={"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]})
-@example(body={"input": [{"type": "function_call"}]})
-def test_any_body_of_the_other_apis_gets_a_reply_or_a_refusal(api: Api, body: Any) -> None:
-    check_reply_or_refusal(api, body)
+@given(data=st.data())
+def test_any_body_gets_a_reply_or_a_refusal_from_the_session(api: Api, data: st.DataObject) -> None:
+    key, *others = BODIES[api]
+    body = data.draw(st.sampled_from(ONCE_FAILED) | st.fixed_dictionaries(
+        {key: ANYTHING | st.lists(MESSAGE, max_size=3)},
+        optional={name: OPTIONS.get(name, ANYTHING) for name in others},
+    ))
+    num_messages = check_reply_or_refusal(api, body)
+    assert api is not CHAT_COMPLETIONS or num_messages == 0 or num_messages == len(body[key])
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,14 +120,8 @@ def test_any_text_is_read_without_an_error(parts: list[str], name: str) -> None:
 def test_tellings_of_one_conversation_have_one_digest(other: list[Any]) -> None:
     told: list[Message] = [user("a"), {"role": "assistant", "content": "b"}]
     assert prefix_digests(plain_messages(other), []) == prefix_digests(told, [])
-
-
-@pytest.mark.parametrize(
-    "other", [[user("a "), {"role": "assistant", "content": "b"}], [user("a"), {"role": "user", "content": "b"}]]
-)
-def test_other_conversations_have_other_digests(other: list[Message]) -> None:
-    told: list[Message] = [user("a"), {"role": "assistant", "content": "b"}]
-    assert prefix_digests(other, [])[2] != prefix_digests(told, [])[2]
+    for changed in ([user("a "), told[1]], [user("a"), user("b")]):
+        assert prefix_digests(changed, [])[2] != prefix_digests(told, [])[2]
 
 
 def test_calls_are_compared_by_name_and_arguments() -> None:

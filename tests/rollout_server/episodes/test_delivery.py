@@ -88,35 +88,6 @@ def test_the_next_equal_request_gets_the_reply_whose_caller_has_gone(is_retry: b
     asyncio.run(talk())
 
 
-def test_other_requests_do_not_get_the_reply() -> None:
-    async def talk() -> None:
-        engine = HeldEngine()
-        engine.may_answer.set()
-        session = session_with(engine)
-        await gone(await begun(session))
-        await asyncio.sleep(0.01)
-        assert await ask(session, max_tokens=4) == "1" and await ask(session, stop=["x"]) == "2"
-        assert await ask(session, "b") == "3" and await ask(session) == "0"
-
-    asyncio.run(talk())
-
-
-def test_equal_requests_at_once_get_a_sample_each_also_if_one_is_lost() -> None:
-    async def talk() -> None:
-        engine = HeldEngine()
-        session = session_with(engine)
-        first, second, third = [await begun(session) for _ in range(3)]
-        await gone(second)
-        again = await begun(session, is_retry=True)
-        other = await begun(session)
-        assert engine.num_running == 4
-        engine.may_answer.set()
-        assert [await asking for asking in (first, third, again, other)] == ["0", "2", "1", "3"]
-        assert trained(session) == ["0", "1", "2", "3"] and session.counts.joined == 1
-
-    asyncio.run(talk())
-
-
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_retry_waits_whether_its_earlier_request_is_received(is_lost: bool) -> None:
     """The end of a connection may be noticed only when the reply can't be written to it."""
@@ -160,23 +131,6 @@ def test_a_reply_that_nobody_fetches_is_not_trained_and_gives_its_turn_back() ->
     asyncio.run(talk())
 
 
-def test_a_reply_under_way_that_is_given_up_is_no_longer_sampled() -> None:
-    async def talk() -> None:
-        engine = HeldEngine()
-        session = session_with(engine, max_turns=1)
-        await gone(await begun(session, "lost"))
-        asking = await begun(session, "b")
-        await asyncio.sleep(0.01)
-        assert engine.num_running == 1
-        with pytest.raises(EpisodeOver) as over:
-            await ask(session, "c")
-        assert over.value.reason == "turns"
-        engine.may_answer.set()
-        assert await asking == "1" and session.num_undelivered == 0
-
-    asyncio.run(talk())
-
-
 def test_the_end_of_the_session_ends_the_wait_of_a_retry() -> None:
     async def talk() -> None:
         session = session_with(HeldEngine())
@@ -216,16 +170,3 @@ def test_a_reply_whose_connection_broke_goes_to_the_next_equal_request(stream: b
     engine = HeldEngine(QWEN, ENDS[0])
     session = with_session(agent, generate=engine.generate)
     assert session.num_turns == len(session.rows()) == 2
-
-
-def test_replies_that_could_not_be_delivered_are_counted_and_in_no_row() -> None:
-    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
-        await hang_up(opened, engine, ASK)
-        engine.may_answer.set()
-        await post(opened, {"messages": [user("something else")]})
-        endpoint.end(opened.key)
-        assert (endpoint.counts["joined"], endpoint.counts["undelivered"]) == (0, 1)
-
-    engine = HeldEngine(QWEN, ENDS[0])
-    (row,) = with_session(agent, generate=engine.generate).rows()
-    assert QWEN.decode(row.tokens[row.mask]) == "1<|im_end|>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from itertools import count
@@ -15,8 +14,9 @@ import openai
 import pytest
 
 from rollout_server.engines.base import SampledReply
+from rollout_server.episodes.conversation.chat_messages import user
 from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
-from tests.kit.episodes.endpoint import ADD, TOKENIZER, client, with_session
+from tests.kit.episodes.endpoint import ADD, ASK, TOKENIZER, client, post, with_session
 from tests.kit.episodes.example_tools import add
 
 QUESTION, ANSWER = "17+25, and 1+2?", "42 and 3."
@@ -175,35 +175,39 @@ def test_a_reply_says_in_each_api_why_it_ended() -> None:
 
 RESPONSES_BODY: dict[str, Any] = {"model": "policy", "input": "hi"}
 MESSAGES_BODY: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [
+    *(("chat/completions", change, named) for change, named in (
+        ({"n": 2}, "n"), ({"logprobs": True}, "logprobs"), ({"messages": []}, ""), ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "'wizard'"),
+        ({"messages": [user("a"), {"role": "tool", "content": "4"}]}, "messages[1]"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, ""), ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"), ({"stop": [5]}, "stop"), (None, "JSON"),
+    )),
     ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
-    ("responses", {"background": True}, "background"),
-    ("responses", {"include": ["message.output_text.logprobs"]}, "include"),
     ("responses", {"tools": [{"type": "web_search", "name": "x"}]}, "web_search"),
-    ("responses", {"tools": [{"name": "x"}]}, "tools"),
     ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
-    ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
-    ("responses", {"nonsense": 1}, "nonsense"),
-    ("messages", {"container": "c"}, "container"),
+    ("responses", {"nonsense": 1}, "nonsense"), ("messages", {"container": "c"}, "container"),
     ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
-    ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0]"),
-    ("messages", {"messages": [{"role": "tool", "content": "4"}]}, "messages[0]"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0]"),
-    ("messages", {"stop_sequences": [5]}, "stop_sequences"),
 ]
 """(The API, what is wrong with a request, what its refusal names)."""
 
 
-def test_a_parameter_that_is_not_supported_gets_400_with_its_name() -> None:
+def test_a_request_that_can_not_be_honoured_gets_400_with_its_parameter_and_no_retry() -> None:
     async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
-        bodies = {"responses": RESPONSES_BODY, "messages": MESSAGES_BODY}
+        bodies = {"chat/completions": ASK, "responses": RESPONSES_BODY, "messages": MESSAGES_BODY}
         async with aiohttp.ClientSession() as http:
             for path, change, named in REFUSED:
-                async with http.post(f"{opened.base_url}/{path}", json=bodies[path] | change) as reply:
+                data = "{" if change is None else json.dumps(bodies[path] | change)
+                async with http.post(f"{opened.base_url}/{path}", data=data) as reply:
                     assert (reply.status, reply.headers["x-should-retry"]) == (400, "false"), change
                     assert named in (await reply.json())["error"]["message"], change
+            for method, path, status in (("POST", "/completions", 404), ("GET", "/chat/completions", 405)):
+                async with http.request(method, opened.base_url + path, json=ASK) as reply:
+                    assert (reply.status, reply.headers["x-should-retry"]) == (status, "false")
+        assert (await post(opened, {"messages": [user("x" * 2**24)]}))[0] == 413
         async with client(opened) as llm:
             with pytest.raises(openai.BadRequestError) as refused:
                 await llm.responses.create(**RESPONSES_BODY, top_logprobs=3)
@@ -214,36 +218,3 @@ def test_a_parameter_that_is_not_supported_gets_400_with_its_name() -> None:
             assert not_here.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
     assert with_session(agent, "a").num_turns == 0
-
-
-def test_what_changes_only_how_the_policy_samples_is_ignored_and_counted() -> None:
-    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
-        async with client(opened) as llm:
-            await llm.responses.create(**RESPONSES_BODY, reasoning={"effort": "low"}, temperature=0.2, store=False)
-        async with claude(opened) as llm:
-            await llm.messages.create(**MESSAGES_BODY, tool_choice={"type": "any"}, extra_body={"top_k": 5})
-            edits: Any = {"edits": [{"type": "clear_tool_uses_20250919"}]}
-            await llm.beta.messages.create(**MESSAGES_BODY, context_management=edits, betas=["b"])
-        counted = {name for name, number in endpoint.counts.items() if name.startswith("ignored/") and number}
-        ignored = ("temperature", "reasoning", "tool_choice", "top_k", "context_management")
-        assert counted == {f"ignored/{name}" for name in ignored}
-
-    assert with_session(agent, "a", "b", "c").num_turns == 3
-
-
-def test_a_retry_of_anthropics_client_finds_the_reply_that_is_under_way() -> None:
-    calls = 0
-    reply = versioned("a")
-
-    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
-        nonlocal calls
-        calls += 1
-        await asyncio.sleep(1.0)
-        return await reply(tokens, max_tokens)
-
-    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
-        async with claude(opened, timeout=0.4, max_retries=5) as llm:
-            await llm.messages.create(**MESSAGES_BODY)
-        assert endpoint.counts["retries"] >= 1 and calls == 1
-
-    assert with_session(agent, generate=slow).num_turns == 1

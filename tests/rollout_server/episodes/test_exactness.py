@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.base.config import Sampling
-from async_rl.base.errors import AsyncRLError
 from async_rl.base.types import Prompt
 from learner.models.tiny_model import TINY_MODELS
 from rollout_server.engines.base import Engine, GenerationRequest
@@ -177,19 +176,6 @@ def test_replies_of_other_episodes_and_turns_have_other_random_numbers() -> None
     asyncio.run(ask())
     assert seeds[0] == (7, 2) and [n for _, n in seeds] == [2, 2, 1, 1, 1]
     assert len({seed for seed, _ in seeds}) == 5
-
-
-def test_an_engine_with_another_number_of_replies_fails_all_who_wait() -> None:
-    async def generate(request: Any) -> list[Any]:
-        return [object()]
-
-    async def ask() -> list[Any]:
-        sampler = GroupSampler(generate, group_request(2))
-        waiting = asyncio.gather(*(sampler.of_sample(each)([1], 5) for each in range(2)), return_exceptions=True)
-        return await asyncio.wait_for(waiting, 20)
-
-    for error in asyncio.run(ask()):
-        assert isinstance(error, AsyncRLError)
 
 
 def test_a_request_that_nobody_waits_for_is_cancelled_at_the_engine() -> None:

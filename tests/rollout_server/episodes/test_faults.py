@@ -65,8 +65,6 @@ class BrokenError(Exception):
     ("error", "said"),
     [
         (KeyError("plum"), "KeyError: 'plum', at "),
-        (SystemExit(2), "SystemExit: 2, at "),
-        (asyncio.CancelledError(), "CancelledError, at "),
         (CodeExitError(SystemExit(2)), "SystemExit: 2"),
         (ExceptionGroup("of tasks", [ExceptionGroup("inner", [KeyError("plum")])]), "KeyError: 'plum'"),
         (ValueError("half \ud800"), "ValueError: half \\ud800, at "),
@@ -94,9 +92,8 @@ def test_a_long_error_is_cut() -> None:
 @pytest.mark.parametrize(
     "before",
     [
-        [KeyError("plum")], [AttributeError("'NoneType' object has no attribute 'strip'")], [TypeError("no such item")],
-        [json.JSONDecodeError("Expecting value", "", 0)], [RecursionError("of the graph")], [SystemExit(2)],
-        [ExceptionGroup("of tasks", [ValueError("1"), KeyError("2")])], [AssertionError()],
+        [KeyError("plum")], [json.JSONDecodeError("Expecting value", "", 0)], [RecursionError("of the graph")],
+        [SystemExit(2)], [ExceptionGroup("of tasks", [ValueError("1"), KeyError("2")])],
         [openai.BadRequestError("bad", response=httpx.Response(400, request=REQUEST), body=None)],
     ],
 )  # fmt: skip
@@ -108,11 +105,8 @@ def test_errors_that_a_reply_may_cause(before: list[BaseException]) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        OSError("no space left"), ConnectionResetError(), TimeoutError(), MemoryError(), ImportError("no module"),
-        NameError("name 'x' is not defined"), SyntaxError("invalid"), asyncio.CancelledError(), WeightSyncError("gone"),
-        httpx.RemoteProtocolError("Server disconnected without sending a response."), httpx.ReadTimeout(""),
-        aiohttp.ServerDisconnectedError(), openai.APIConnectionError(request=REQUEST),
-        openai.APITimeoutError(request=REQUEST),
+        OSError("no space left"), TimeoutError(), MemoryError(), ImportError("no module"), NameError("x"),
+        SyntaxError("invalid"), asyncio.CancelledError(), WeightSyncError("gone"), httpx.ReadTimeout(""),
         openai.RateLimitError("slow down", response=httpx.Response(429, request=REQUEST), body=None),
         httpx.HTTPStatusError("bad gateway", request=REQUEST, response=httpx.Response(502)),
         ExceptionGroup("of tasks", [ValueError("1"), ConnectionResetError()]),

@@ -31,8 +31,6 @@ def after(family: str, reply: str, *messages: Message) -> str:
 @pytest.mark.parametrize(
     ("family", "reply", "message", "expected"),
     [
-        ("qwen2_5", "4<|im_end|>", user("sure?"),
-         "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen2_5", "4", user("sure?"),
          "<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen2_5", "4<|endoftext|>", user("sure?"),
@@ -124,17 +122,6 @@ def test_what_template_and_model_write_keeps_its_markers() -> None:
     told = [user("a"), Message(role="assistant", content="<think>b<call>", tool_calls=[call]), TOOL]
     text = tokenizer.decode(renderer.start(told))
     assert text == "<User>a\n<Assistant><think>b<call><call>f<end><User>[tool] 42\n<Assistant><think>"
-
-
-def test_only_texts_that_certainly_do_not_fit_are_refused_without_tokenizing() -> None:
-    tokenizer = tokenizer_of("qwen2_5")
-    renderer = TurnRenderer(tokenizer, end_tokens("qwen2_5"))
-    longest = max(map(len, tokenizer.get_vocab()))
-    tool = {"type": "function", "function": {"name": "f", "description": "x" * 100 * longest, "parameters": {}}}
-    assert renderer.fits([user("x" * 99 * longest)], [], 100) and renderer.fits([user("hi")], [ADD], 100)
-    assert not renderer.fits([user("x" * 100 * longest)], [], 100)
-    assert not renderer.fits([user("hi")], [tool], 100)
-    assert not renderer.fits([user("")] * (100 * longest + 1), [], 100)
 
 
 def test_a_tokenizer_without_template_gets_lines_of_text() -> None:

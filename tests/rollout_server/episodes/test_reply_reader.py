@@ -17,7 +17,7 @@ from rollout_server.episodes.conversation.reply_reader import (
 from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 
 ADD = ("add", '{"a": 1}')
-JSON = '{"name": "add", "arguments": {"a": 1}}'
+JSON, PARAMETERS = (f'{{"name": "add", "{key}": {{"a": 1}}}}' for key in ("arguments", "parameters"))
 CALL = f"<tool_call>{JSON}</tool_call>"
 MARK = ("ask", '{"q": "what is </think>?"}')
 JSON_MARK = f'{{"name": "{MARK[0]}", "arguments": {MARK[1]}}}'
@@ -28,57 +28,33 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It is 4.", Parsed("It is 4.")),
-        ('so:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', Parsed("so:", (ADD,))),
-        ('<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>' * 2, Parsed("", (ADD, ADD))),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}}', Parsed("", (ADD,))),  # the end is missing
-        ('<tool_call>\n{"name": "add", "parameters": {"a": 1}}</tool_call> so', Parsed("", (ADD,))),
-        ('<think><tool_call>{"a"}</tool_call></think>\n4', Parsed('<think><tool_call>{"a"}</tool_call></think>\n4')),
-        (f"<think>a</think>{CALL}", Parsed("<think>a</think>", (ADD,))),
-        (f"<think>as {CALL} or", Parsed(f"<think>as {CALL} or")),  # the thinking was never closed
-        (f"{CALL}<think>as {CALL} or", Parsed("", (ADD,))),
-        (f"<think>a</think>so <think> is closed:{CALL}", Parsed("<think>a</think>so <think> is closed:", (ADD,))),
-        (f"the mark <think> is missing:{CALL}", Parsed("the mark <think> is missing:", (ADD,))),
-        (f"{CALL}<think>as {CALL}</think>{CALL}", Parsed("", (ADD, ADD))),
-        (f"as {CALL} or</think>{CALL}", Parsed(f"as {CALL} or</think>", (ADD,))),  # the prompt opened the thinking
-        (f"the mark <tool_call> or</think>so:{CALL}", Parsed("the mark <tool_call> or</think>so:", (ADD,))),
-        (ASK_MARK, Parsed("", (MARK,))),
-        (f"<think>a</think>so:{ASK_MARK}{CALL}", Parsed("<think>a</think>so:", (MARK, ADD))),
-        (f"as {ASK_MARK} or</think>{CALL}", Parsed(f"as {ASK_MARK} or</think>", (ADD,))),
-    ],
-)
-def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
-    assert json_calls(text, "hermes") == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The answer is {5}.", Parsed("The answer is {5}.")),
-        ('{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
-        ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
-        ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD, ADD))),
-        (f"<think>a</think>{JSON}", Parsed("<think>a</think>", (ADD,))),
-        (f"<think>{JSON} or", Parsed(f"<think>{JSON} or")),
-        (f"{JSON} or</think>{JSON}", Parsed(f"{JSON} or</think>", (ADD,))),
-        (f"{{or</think>{JSON}", Parsed("{or</think>", (ADD,))),
-        (JSON_MARK, Parsed("", (MARK,))),
-        (f"<think>a</think>{JSON_MARK}; {JSON}", Parsed("<think>a</think>", (MARK, ADD))),
-        ('{"name": "add", "parameters": {"a": "1; 2"}} ;\n{"name": "add", "parameters": {"a": ";"}}',
-         Parsed("", (("add", '{"a": "1; 2"}'), ("add", '{"a": ";"}')))),
-    ],
-)
-def test_calls_of_llama_are_read(text: str, expected: Parsed) -> None:
-    assert json_calls(text, "llama3") == expected
+@pytest.mark.parametrize(("name", "text", "expected"), [
+    ("hermes", "It is 4.", Parsed("It is 4.")),
+    ("hermes", f"so:\n<tool_call>\n{JSON}\n</tool_call>", Parsed("so:", (ADD,))),
+    ("hermes", CALL * 2, Parsed("", (ADD, ADD))),
+    ("hermes", f"<tool_call>{JSON}", Parsed("", (ADD,))),  # the end is missing
+    ("hermes", f"<think>as {CALL} or", Parsed(f"<think>as {CALL} or")),  # the thinking was never closed
+    ("hermes", f"<think>a</think>so <think> is closed:{CALL}", Parsed("<think>a</think>so <think> is closed:", (ADD,))),
+    ("hermes", f"the mark <think> is missing:{CALL}", Parsed("the mark <think> is missing:", (ADD,))),
+    ("hermes", f"{CALL}<think>as {CALL}</think>{CALL}", Parsed("", (ADD, ADD))),
+    ("hermes", f"as {CALL} or</think>{CALL}", Parsed(f"as {CALL} or</think>", (ADD,))),  # the prompt has the <think>
+    ("hermes", f"<think>a</think>so:{ASK_MARK}{CALL}", Parsed("<think>a</think>so:", (MARK, ADD))),
+    ("llama3", "The answer is {5}.", Parsed("The answer is {5}.")),
+    ("llama3", f"<|python_tag|>{PARAMETERS}", Parsed("", (ADD,))),
+    ("llama3", f"{PARAMETERS}; {PARAMETERS}", Parsed("", (ADD, ADD))),
+    ("llama3", f"<think>{JSON} or", Parsed(f"<think>{JSON} or")),
+    ("llama3", f"{{or</think>{JSON}", Parsed("{or</think>", (ADD,))),
+    ("llama3", f"<think>a</think>{JSON_MARK}; {JSON}", Parsed("<think>a</think>", (MARK, ADD))),
+    ("llama3", '{"name": "add", "parameters": {"a": "1; 2"}} ;\n{"name": "add", "parameters": {"a": ";"}}',
+     Parsed("", (("add", '{"a": "1; 2"}'), ("add", '{"a": ";"}')))),
+])  # fmt: skip
+def test_calls_are_read_outside_of_the_thinking(name: str, text: str, expected: Parsed) -> None:
+    assert json_calls(text, name) == expected
 
 
 @pytest.mark.parametrize(
     "call",
-    ["{", "[]", "5", '{"name": 5, "arguments": {}}', '{"arguments": {}}', '{"name": "add"}',
-     '{"name": "add", "arguments": "x"}', '{"name": "add", "arguments": {"a": 1}'],
+    ["{", "[]", '{"name": 5, "arguments": {}}', '{"name": "add"}', '{"name": "add", "arguments": "x"}'],
 )  # fmt: skip
 def test_a_malformed_call_is_an_error_and_stays_in_the_text(call: str) -> None:
     text = f"<tool_call>{call}</tool_call>"
@@ -88,12 +64,6 @@ def test_a_malformed_call_is_an_error_and_stays_in_the_text(call: str) -> None:
     assert repr(call) in error
     mixed = json_calls(text + CALL, "hermes")  # a good call beside it is kept
     assert mixed.calls == (ADD,) and len(mixed.errors) == 1
-
-
-@pytest.mark.parametrize(("name", "start"), [("hermes", "<tool_call>"), ("llama3", '{"a":')])
-def test_a_call_nested_too_deeply_is_malformed(name: str, start: str) -> None:
-    parsed = json_calls(start + "[" * 100_000 + "]" * 100_000, name)
-    assert not parsed.calls and len(parsed.errors) == 1
 
 
 LONG = 100_000
@@ -109,11 +79,12 @@ LONG = 100_000
         "<tool_call>{}</tool_call>" * (LONG // 100), "<think>" * (LONG // 10), "</think>" * (LONG // 10),
         "<tool_call></think>" * (LONG // 10), "<think></think><tool_call>" * (LONG // 10), "{</think>" * (LONG // 10),
         '{"":"","<think></think>' * (LONG // 10), "</think>" + "\n" * LONG + "</think>",
+        "<tool_call>" + "[" * LONG + "]" * LONG, '{"a":' + "[" * LONG + "]" * LONG,
     ],
-    ids=range(13),
+    ids=range(15),
 )  # fmt: skip
 def test_a_degenerate_reply_is_read_in_the_time_of_its_length(name: str, text: str) -> None:
-    assert isinstance(json_calls(text, name), Parsed)
+    assert not json_calls(text, name).calls or text.startswith('{"name"')
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_2"])
@@ -146,11 +117,7 @@ def test_an_unknown_format_is_refused_unless_the_server_reads_it() -> None:
     assert open_parser("glm45", template("glm4moe"), "http://h:1", key) == asked
 
 
-def test_a_parser_of_the_users_reads_any_format() -> None:
-    parse = open_parser("benchmarks.tool_load:read_reply", template("qwen2_5"), "http://h:1", {})
-    read = [asyncio.run(parse(text, [SCHEMA])) for text in "abcdefgh"]
-    assert {parsed.calls[0][0] for parsed in read if parsed.calls} == {"look_up"}
-    assert {parsed.content for parsed in read if not parsed.calls} <= set("abcdefgh")
+def test_a_parser_of_the_users_that_can_not_be_loaded_is_refused() -> None:
     for name in ("no.such:thing", f"{__name__}:tokenizer_of", f"{__name__}:LONG"):
         with pytest.raises(ConfigError, match=rf"^rollout\.tool_parser '{name}'"):
             open_parser(name, template("qwen2_5"), "", {})
@@ -182,10 +149,9 @@ def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
 
 
 @pytest.mark.parametrize(("result", "named"), [
-    (KeyError("name"), "KeyError: 'name'"), (SilentError(), "SilentError"), ({"calls": []}, "TypeError"),
-    (parsed(4), "content"), (parsed("", (("add", {"a": 1}),)), "calls"), (parsed("", ("ab",)), "calls"),
-    (parsed("", (), "bad"), "errors"),
-], ids=range(7))
+    (SilentError(), "SilentError"), ({"calls": []}, "TypeError"), (parsed(4), "content"),
+    (parsed("", (("add", {"a": 1}),)), "calls"), (parsed("", (), "bad"), "errors"),
+], ids=range(5))
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(
     result: Any, named: str, is_async: bool

@@ -6,7 +6,6 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from rollout_server.episodes.tools.retrieval import TextFolder
-from rollout_server.episodes.tools.tool import Tool
 
 
 @pytest.fixture
@@ -24,18 +23,7 @@ def test_the_passage_that_says_most_about_the_words_comes_first(notes: TextFolde
     )
 
 
-@pytest.mark.parametrize("query", ["", "zebra", "6", "!?"])
-def test_a_search_without_a_result_says_so(notes: TextFolder, query: str) -> None:
-    assert "[" not in notes.search(query)
-
-
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match=str(folder)):
             TextFolder(folder)
-
-
-def test_a_method_of_a_folder_is_a_tool(notes: TextFolder) -> None:
-    function = Tool.from_function(notes.search).schema["function"]
-    assert function["name"] == "search" and function["parameters"]["required"] == ["query"]
-    assert set(function["parameters"]["properties"]) == {"query", "count"}

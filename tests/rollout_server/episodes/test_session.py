@@ -162,35 +162,6 @@ def test_a_request_can_lower_the_limit_of_its_reply() -> None:
     assert rooms == [5, 3, 5, 2]
 
 
-@pytest.mark.parametrize(("sends_thinking", "num_rows"), [(True, 1), (False, 2)])
-def test_thinking_that_a_template_drops_stays_in_the_row_of_its_reply(sends_thinking: bool, num_rows: int) -> None:
-    tokenizer, ends = tokenizer_of("qwen3"), end_tokens("qwen3")
-
-    async def talk() -> Session:
-        session = session_of(scripted(tokenizer, ["<think>1</think>4", "5"]), tokenizer, ends)
-        text = await ask(session, "17+25?")
-        await ask(session, "17+25?", text if sends_thinking else text.rpartition("</think>")[2], "sure?")
-        return session
-
-    session = asyncio.run(talk())
-    assert len(session.rows()) == num_rows and session.counts.rewritten == num_rows - 1
-
-
-def test_rewards_of_turns_are_placed_at_their_last_tokens() -> None:
-    async def run() -> Session:
-        session = session_with("r1", "x", "y")
-        first = await session.reply([user("a")])
-        for reward in (1.0, 2.0):
-            reply = await session.reply([user("a"), said("r1"), user("b")])
-            session.add_reward(reply.turn, reward)
-        session.add_reward(first.turn, 0.25)
-        session.add_reward(first.turn, 0.25)
-        return session
-
-    rows = asyncio.run(run()).rows()
-    assert [(row.turn_ends, row.turn_rewards) for row in rows] == [((4, 9), (0.5, 1.0)), ((9,), (2.0,))]
-
-
 @pytest.mark.parametrize(
     ("max_rows", "trained"),
     [

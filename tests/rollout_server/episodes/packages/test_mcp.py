@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from rollout_server.episodes.conversation.chat_messages import ToolCall
 from rollout_server.episodes.tools.mcp_server import McpServer
 from rollout_server.episodes.tools.tool import Tool, ToolCaller, load_tools
 from rollout_server.episodes.user_code import ForeignCode
+from tests.kit.virtual_environments import serving
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.processes
@@ -74,42 +72,17 @@ def test_a_server_that_dies_is_started_again(tools: list[Tool]) -> None:
     assert answers(tools, ("read", {})) == [""]
 
 
-def test_a_server_is_reached_by_its_address() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port)])
-    try:
-        end_s = time.monotonic() + 30
-        while time.monotonic() < end_s:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+def test_a_server_is_reached_by_its_address(tmp_path: Path) -> None:
+    with serving(lambda port: [sys.executable, SERVER, str(port)], tmp_path) as port:
         server = McpServer(f"mcp:http://127.0.0.1:{port}/mcp")
         tools = [Tool(schema, call) for schema, call in server.tools()]
         assert answers(tools, ("add", {"a": 20, "b": 22})) == ["42"]
         server.close()
-    finally:
-        process.kill()
-        process.wait(10)
-
-
-def test_the_configuration_names_a_server() -> None:
-    (make,) = load_tools([COMMAND])
-    assert {"add", "read", "write"} <= {tool.name for tool in make()}
-    with pytest.raises(ConfigError, match="must be tools of different names, got add, write, read"):
-        load_tools([COMMAND, COMMAND])
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("mcp:no-such-command", "can't be used: FileNotFoundError"),
-        (f"mcp:{sys.executable} -c pass", "can't be used: "),
-        ("mcp:http://127.0.0.1:9/mcp", "can't be used: "),
-    ],
+    "target", ["mcp:no-such-command", f"mcp:{sys.executable} -c pass", "mcp:http://127.0.0.1:9/mcp"]
 )
-def test_a_server_that_can_not_be_used_is_an_error_at_start(target: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_server_that_can_not_be_used_is_an_error_at_start(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"^task\.tools "):
         load_tools([target])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.loop import EnvRunner, EpisodeLimits
 from rollout_server.question import Question
 from tests.kit.episodes.sessions import scripted, session_of
-from tests.kit.virtual_environments import new_environment
+from tests.kit.virtual_environments import new_environment, serving
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -34,53 +31,27 @@ ENDS = [TOKENIZER.eos_token_id]
 LIMITS = EpisodeLimits(tool_s=5, turn_s=30, episode_s=60)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def wait_for_port(port: int) -> None:
-    end_s = time.monotonic() + 120
-    while time.monotonic() < end_s:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"nothing listens on port {port}")
-
-
 @pytest.fixture(scope="module")
 def openenv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an OpenEnv server with room for eight sessions."""
-    folder, port = tmp_path_factory.mktemp("openenv"), free_port()
+    folder = tmp_path_factory.mktemp("openenv")
     python = new_environment(folder / "venv", ("openenv-core==0.3.0",), sees_ours=False)
-    server = subprocess.Popen([python, HERE / "openenv_guess.py", str(port)], cwd=folder)
-    try:
-        wait_for_port(port)
+    with serving(lambda port: [python, HERE / "openenv_guess.py", str(port)], folder) as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait(10)
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]]:
     """The tasks that a server of verifiers serves."""
-    folder, port = tmp_path_factory.mktemp("verifiers"), free_port()
+    folder = tmp_path_factory.mktemp("verifiers")
     python = new_environment(folder / "venv", ("verifiers==0.4.0",), sees_ours=False)
     command = [python, verifiers_server.__file__, "verifiers_numbers", folder / "tasks.jsonl", "--count", "10"]
-    server = subprocess.Popen([*command, "--address", f"tcp://127.0.0.1:{port}"], cwd=HERE)
-    try:
-        wait_for_port(port)
+    with serving(lambda port: [*command, "--address", f"tcp://127.0.0.1:{port}"], HERE):
         rows = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
         yield [
             Question(messages=tuple(row["prompt"]), ground_truth="", extra=row["extra_info"], source=row["data_source"])
             for row in rows
         ]
-    finally:
-        server.kill()
-        server.wait(10)
 
 
 def bisecting(tokens: list[int]) -> str:

@@ -42,8 +42,3 @@ def test_an_episode_of_several_turns_is_played() -> None:
     assert (episode.end, episode.metrics["turns"]) == ("done", 2) and episode.reward > 0.9, episode.error
     text = TOKENIZER.decode(episode.rows[0].tokens)
     assert text.startswith("17+25?<sep>I think 41.<eos>\n") and text.endswith("<sep>#### 42<eos>")
-
-
-def test_an_unknown_environment_fails_with_its_name() -> None:
-    episode = played({"name": "no_such_env"}, "a", "b")
-    assert episode.end == "failed" and "no_such_env" in episode.error

@@ -29,22 +29,6 @@ def an_episode(**changes: Any) -> Episode:
     return replace(plain, **changes)
 
 
-def ended_by_length(num_tokens: int) -> Episode:
-    """The conversation is too long by another number of tokens each time."""
-    return played(Scripted(MORE, MORE, MORE), sizes={"max_tokens": num_tokens})
-
-
-def test_further_errors_of_a_kind_are_only_counted_whatever_numbers_they_hold() -> None:
-    episodes = [ended_by_length(num_tokens) for num_tokens in (6, 7, 13, 14, 21)]
-    assert len({episode.error for episode in episodes}) > 2
-    seen = log()
-    seen.add(episodes, ROW, are_trained=True)
-    (note,) = seen.drain_notes()
-    assert note.startswith("rollout/0: ") and episodes[0].error in note and ROW in note
-    assert "episode/end_length" in note
-    assert reduce_metrics(seen.drain_metrics())["episode/end_length"] == 1
-
-
 def test_errors_of_two_places_are_two_kinds(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise KeyError("plum")

@@ -129,21 +129,6 @@ def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> No
     })  # fmt: skip
 
 
-def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones() -> None:
-    config = changed(worker_config(), eval={"num_prompts": 2, "samples_per_prompt": 2}, reward_model={"path": "x"})
-    found = evaluated(config, None)
-    assert (found["eval/gold"], found["eval/gold_labels"], found["eval/gold_squared"]) == (1.5, 4.0, 3.5)
-    assert "eval/proxy" not in found
-    assert "eval/gold" not in evaluated(worker_config(), None)
-    mixed = changed(config, reward_model={"path": "x", "task_weight": 0.5})
-    assert "eval/gold" not in evaluated(mixed, None)  # the task's rewards are trained on too
-
-    async def score(prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
-        return [1.0 for _ in episodes]
-
-    assert "eval/gold" in (found := evaluated(mixed, score)) and "eval/proxy" not in found
-
-
 def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,10 +142,6 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=4", "eval.samples_per_prompt=2"]) == 0
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
     assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
-    assert {key.removeprefix("eval/") for key in lines} == {
-        "accuracy", "accuracy_low", "accuracy_high", "prompts", "reward", "reward_of_wrong", "response_length",
-        "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
-    }
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path / "model")]) == 2
     assert f"{tmp_path}/config.yaml" in capsys.readouterr().err

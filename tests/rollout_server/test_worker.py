@@ -3,26 +3,21 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.base.config import StalenessConfig, TaskConfig
-from async_rl.base.errors import ProcessDiedError, RewardError, WaitTimeoutError
+from async_rl.base.config import StalenessConfig
+from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
-from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.scored_player import ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.engines.replies import request_for
-from tests.kit.models import save_tiny_model
 from tests.kit.worker import SCORED, kind_of, metric_values, plain_reward, rolled_out
 
 
@@ -51,21 +46,6 @@ def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> 
     assert values["rollout/epochs"] >= 12 / task.num_prompts
 
 
-def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_path: Path) -> None:
-    save_tiny_model("tiny-qwen2", tmp_path, seed=0)
-    config = worker_config(tmp_path)
-
-    def run_once() -> list[tuple[Any, ...]]:
-        engine = HFEngine(config, 0)
-        batches, _, _, _ = rolled_out(config, engine, lambda question, text: len(text) / 8, steps=3)
-        return [
-            (group.group_id, row.reward, row.tokens.tolist(), row.logprobs.tolist())
-            for batch in batches for group in batch.groups for row in group.rows
-        ]
-
-    assert run_once() == run_once()
-
-
 def test_a_failing_reward_fails_its_group_and_other_groups_fill_the_batch() -> None:
     failed: list[Question] = []
 
@@ -82,15 +62,6 @@ def test_a_failing_reward_fails_its_group_and_other_groups_fill_the_batch() -> N
     # The run ends as soon as its last batch is full: a reward that has just been called then is not reported any more.
     assert 2 <= server.counters()["buffer/dropped_failed"] <= len(failed)
     assert metric_values(reports)["rollout/failed"] <= len(failed)
-
-
-def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> None:
-    def reward(question: Question, text: str) -> float:
-        raise KeyError("no unit")
-
-    config = worker_config(timeouts={"batch_s": 1})
-    with pytest.raises(RewardError, match=r"^5 groups .*KeyError: 'no unit'"):
-        rolled_out(config, EchoEngine(), reward)
 
 
 class CountingEngine(EchoEngine):
@@ -111,14 +82,6 @@ class CountingEngine(EchoEngine):
             self.running[trains] -= 1
 
 
-def test_no_more_groups_than_max_groups_in_flight_are_in_flight() -> None:
-    config = worker_config(staleness={"max": 3})
-    engine = CountingEngine()
-    config = changed(config, rollout={"max_groups_in_flight": 3})
-    rolled_out(config, engine, lambda question, text: 1.0, steps=4)
-    assert engine.most[True] == 3
-
-
 @pytest.mark.parametrize(
     ("beside_training", "pinned", "at_once"), [(True, False, 2), (True, True, 6), (False, False, 6)]
 )
@@ -133,7 +96,7 @@ def test_an_evaluation_beside_training_keeps_to_max_groups_in_flight(
         config, engine, lambda question, text: 1.0,
         beside=lambda worker: worker.player.evaluate(1, beside_training=beside_training),
     )
-    assert engine.most[False] == at_once
+    assert engine.most[True] == 2 and engine.most[False] == at_once
 
 
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
@@ -171,41 +134,6 @@ def test_remax_asks_for_a_greedy_answer_to_each_prompt() -> None:
     assert {request.prompt.index for request in greedy} >= {group.prompt_index for group in batch.groups}
     assert all(request.n == 1 and request.purpose is Purpose.BASELINE for request in greedy)
     assert all(len(group.rows) == 3 for group in batch.groups)
-
-
-class HangingEngine(EchoEngine):
-    """Never answers the request of the first group that has this purpose."""
-
-    def __init__(self, hangs: Purpose) -> None:
-        super().__init__()
-        self.hangs = hangs
-        self.num_ended = 0
-
-    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
-        if request.group_id == 0 and request.purpose is self.hangs:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                self.num_ended += 1
-        return await super().generate(request)
-
-
-@pytest.mark.parametrize("hangs", [Purpose.TRAINING, Purpose.BASELINE])
-def test_a_group_that_fails_leaves_no_episode_and_no_greedy_answer_running(hangs: Purpose) -> None:
-    config = worker_config(algorithm={"advantage": "remax"})
-    first = open_task(config, TOKENIZER).prompt(0).question
-    engine = HangingEngine(hangs)
-
-    def reward(question: Question, text: str) -> float:
-        if question == first:
-            raise KeyError("no unit")
-        return SCORED
-
-    async def look(worker: object) -> int:
-        return engine.num_ended
-
-    (batch,), _, _, num_ended = rolled_out(config, engine, reward, beside=look)
-    assert num_ended == 1 and 0 not in {group.group_id for group in batch.groups}
 
 
 def test_the_worker_ends_a_reply_at_a_stop_text_where_the_engine_samples_on() -> None:
@@ -273,17 +201,3 @@ def test_a_dropped_group_is_cancelled_at_the_engine_and_its_prompt_is_granted_ag
     again = [request for request in engine.requests if request.prompt.index == 0]
     assert len(again) == 1 and again[0].group_id > 0  # its first request was never answered
     assert all(0 not in [group.group_id for group in batch.groups] for batch in batches)
-
-
-TASK = {"name": "tests.extensions.task:Additions", "max_prompt_tokens": 40}
-REWARD = {"reward": "tests.extensions.reward:answer_length"}
-
-
-@pytest.mark.parametrize("reward", [{}, REWARD])
-def test_a_worker_rolls_out_an_outside_task_and_scores_it(reward: dict[str, str]) -> None:
-    config = worker_config(task=TaskConfig(**TASK, **reward))
-    task = open_task(config, TOKENIZER)
-    (batch,), *_ = rolled_out(config, EchoEngine(), open_rewards(config, task))
-    for group in batch.groups:
-        answer = task.prompt(group.prompt_index).question.ground_truth
-        assert [row.reward for row in group.rows] == [len(answer) if reward else 1] * 3

@@ -79,17 +79,6 @@ def test_named_rewards_are_added_to_those_of_an_environment(config: Config) -> N
         assert [row.rewards["env"] for row in group.rows] == [0.0, 1.0, 1.0]
 
 
-def test_the_first_turn_of_a_group_is_one_request_and_the_rest_go_on_alone(config: Config) -> None:
-    engine = TalkingEngine(follow)
-    batches, *_ = rolled_out(config, engine, no_reward, steps=1)
-    by_group: dict[int, list[int]] = {}
-    for request in engine.requests:
-        by_group.setdefault(request.group_id, []).append(request.n)
-    for group in batches[0].groups:
-        first, *rest = by_group[group.group_id]
-        assert first == 3 and set(rest) <= {1, 2}
-
-
 def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Config) -> None:
     task = replace(config.task, env=f"{CASES}:Silent", params={})
     engine = TalkingEngine(lambda last, number, n: last)
@@ -110,25 +99,6 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
     values = metric_values(reports)
     assert values["episode/failed"] >= 6 and values["episode/timeouts"] >= 3
     assert server.counters()["buffer/dropped_failed"] >= 1
-
-
-def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) -> None:
-    task = TaskConfig(
-        name="reasoning_gym/spell_backward", agent=f"{CASES}:solve", size=50, max_prompt_tokens=64, max_failures=5
-    )
-    config = changed(config, task=task, timeouts={"turn_s": 20})
-    engine = TalkingEngine(lambda last, number, n: "xy" if last == "more" else "z")
-    (batch,), reports, *_ = rolled_out(config, engine, no_reward)
-    for group in batch.groups:
-        assert [episode.turns for episode in group.episodes] == [2, 2, 2]
-        assert group.episode_rewards == [2.0] * 3
-        assert {r.turn_rewards for r in group.rows} == {(0.0, 2.0)}
-        assert all(text.endswith("z<eos>\nmore<sep>xy<eos>") for text in texts(group))
-    values = metric_values(reports)
-    assert values["episode/failed"] == 0 and "endpoint/refused" not in values
-    assert values["endpoint/requests"] >= 2 * values["rollout/rows"] > 0
-    notes = [note for report in reports for note in report.notes]
-    assert sum("temperature" in note for note in notes) == 1
 
 
 def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:

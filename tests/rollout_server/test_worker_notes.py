@@ -9,22 +9,9 @@ from typing import Any
 import pytest
 
 from async_rl.base.errors import NothingToLearnError
-from rollout_server.question import Question
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import EchoEngine
 from tests.kit.worker import kind_of, rolled_out
-
-
-def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
-    def reward(question: Question, text: str) -> float:
-        if kind_of(question) == 2:
-            raise KeyError(2)
-        return float("nan") if kind_of(question) == 3 else 1.0
-
-    _, reports, *_ = rolled_out(worker_config(), EchoEngine(), reward, steps=5)
-    notes = [note for report in reports for note in report.notes]
-    assert sum("KeyError: 2, at " in note and "test_worker_notes.py:" in note for note in notes) == 1
-    assert sum("got nan" in note and "question " in note for note in notes) == 1
 
 
 def flat_notes(reward: Callable[..., Any], **changes: Any) -> list[str]:

@@ -30,17 +30,6 @@ def at(clock: Clock, now_s: float, call: Any, *arguments: Any) -> Any:
     return call(*arguments)
 
 
-def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwise(clock: Clock) -> None:
-    stats = WorkerStats("rollout/0")
-    at(clock, 102, stats.begin_group, 1)
-    at(clock, 103, stats.begin_group, 2)
-    at(clock, 105, stats.end_group, 1)
-    at(clock, 107, stats.end_group, 2)
-    spans = at(clock, 110, stats.drain_spans)
-    result = Usage().add(spans, (), 100, 110).shares()["rollout/0"]
-    assert (result["busy"], result["wait_weights"]) == (0.5, 0.5)
-
-
 def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
     evaluation = stats.evaluating()
@@ -63,20 +52,3 @@ def test_the_stats_tell_how_long_groups_took_and_how_many_were_in_flight(clock: 
     assert values["rollout/group_s_squared"] == pytest.approx((16 + 9) / 2)
     assert values["rollout/concurrency"] == pytest.approx((1.5 + 5 / 3) / 2)
     assert stats.drain_groups() == []
-
-
-def test_the_status_counts_the_requests_and_shows_the_wait_closest_to_its_limit(clock: Clock) -> None:
-    stats = WorkerStats("rollout/0")
-    idle = stats.status()
-    assert (idle.doing, idle.since_s, idle.limit_s) == ("waits for admission", 100, 0)
-    with stats.waiting("generates", "its engine", 60):
-        clock.now_s = 130
-        with stats.waiting("scores", "its reward", 20), stats.waiting("scores", "its reward", 90):
-            status = stats.status()
-            assert status.doing == "generates 1 requests, scores 2 requests"
-            assert (status.waits_on, status.since_s, status.limit_s) == ("its reward", 130, 20)
-        clock.now_s = 140
-        status = stats.status()
-        assert (status.doing, status.since_s, status.limit_s) == ("generates 1 requests", 100, 60)
-        assert status.waited_s == 40
-    assert (stats.status().doing, stats.status().since_s) == (idle.doing, 100)

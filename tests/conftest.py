@@ -37,7 +37,7 @@ STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
 """Audit events of a new process."""
 SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
 """Programs that a unit test may run: they end at once."""
-PROCESS_FIXTURES = {"ray_here", "sglang_server", "shown_run", "start", "two_ranks", "vllm_server"}
+PROCESS_FIXTURES = {"ray_here", "sglang_server", "start", "two_ranks", "vllm_server"}
 """A test that uses one of these is marked `processes` without saying so."""
 ON_SGLANG = {
     *(f"tests/e2e/test_{name}.py" for name in ("episode_policies", "forbidden_tokens", "policies", "synchronous")),
@@ -120,6 +120,12 @@ sys.addaudithook(_refuse_processes)
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines, which have the mark `anyio`."""
+    return "asyncio"
+
+
+@pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
     import torch.distributed as dist
@@ -146,6 +152,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.kit.models import save_sharp_model
 
     return save_sharp_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained tiny Qwen2 with a character tokenizer. Nobody changes its folder."""
+    from tests.kit.models import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    return folder
 
 
 @pytest.fixture(scope="session")

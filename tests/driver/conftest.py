@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRun]]:
     """Starts the buffer and the learner of a run, whose directory is locked. `FakeRun.train` supervises it."""
     from async_rl.run.processes import server_pool, watchdog
-    from tests.kit.fake_actors import FakeRun, JudgeServer, Rollout
+    from tests.kit.fake_actors import FakeRun, Rollout
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server_pool, "server_class", lambda _: Rollout)
-    monkeypatch.setattr("async_rl.run.processes.judge_actor.JudgeActor", JudgeServer)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     monkeypatch.setattr(server_pool, "LOOK_INTERVAL_S", 0.1)
     monkeypatch.setattr(server_pool, "RETRY_S", 0.2)
@@ -33,12 +32,10 @@ def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     with ExitStack() as locks:
 
         def start(
-            servers: int | dict[str, int] = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60,
-            evals: int = 0, judges: int = 0, urls: Sequence[str] = (), rollout: Mapping[str, Any] | None = None,
-            **more_s: float,
+            servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, **more_s: float
         ) -> FakeRun:
             timeouts = TimeoutsConfig(silent_s=silent_s, **more_s)
-            run = FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals, judges, urls, rollout)
+            run = FakeRun(tmp_path, servers, ranks, timeouts, colocated)
             locks.enter_context(locked(run.config.run_dir))
             runs.append(run)
             return run

@@ -19,7 +19,6 @@ from async_rl.base.errors import ConfigError
 from async_rl.run.processes.actors import LearnerActor, Origin, RolloutActor, see_own_gpus, share_of_cores
 from async_rl.run.processes.judge_actor import JudgeActor
 from tests.kit.configs import make_config
-from tests.kit.hub import open_hub
 
 
 @pytest.fixture
@@ -48,9 +47,8 @@ def test_a_server_that_is_stopped_removes_the_keys_that_the_driver_has_sent(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("part", ["task", "reward"])
 def test_a_server_answers_while_it_loads_from_a_slow_disk(
-    part: str, make: Callable[..., Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_loading, has_answered = threading.Event(), threading.Event()
 
@@ -63,8 +61,7 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
     (tmp_path / "slow_part.py").write_text("import slow_disk\nslow_disk.load()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "slow_disk", SimpleNamespace(load=load))
-    task = {"name": "reasoning_gym/chain_sum", "reward": "slow_part:f"} if part == "reward" else {"name": "slow_part:T"}
-    actor = make(RolloutActor, model={"path": model_folder}, task=task, rollout={"engine": "hf"})
+    actor = make(RolloutActor, model={"path": model_folder}, task={"name": "slow_part:T"}, rollout={"engine": "hf"})
 
     async def answer() -> None:
         await asyncio.to_thread(is_loading.wait, 20)
@@ -72,32 +69,11 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
         has_answered.set()
 
     async def run() -> None:
-        if part == "reward":
-            await actor.start()
-        begun = actor.connect("tcp://none", [], 1) if part == "reward" else actor.start()
-        failed, answered = await asyncio.gather(begun, answer(), return_exceptions=True)
+        failed, answered = await asyncio.gather(actor.start(), answer(), return_exceptions=True)
         assert "enough" in str(failed) and answered is None
         await actor.stop()
 
     asyncio.run(run())
-
-
-def test_a_server_that_starts_on_another_host_fetches_its_model_from_the_hub(
-    make: Callable[..., Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_hub() as hub:
-        hub.add_model("org/tiny", model_folder)
-        hub.use(monkeypatch, tmp_path / "cache")
-        commit = hub.models["org/tiny"].branches["main"]
-        task, path = {"name": "reasoning_gym/chain_sum"}, f"hf://org/tiny@{commit}"
-        actor = make(RolloutActor, model={"path": path}, task=task, rollout={"engine": "hf"})
-
-        async def run() -> None:
-            await actor.start()
-            await actor.stop()
-
-        asyncio.run(run())
-        assert hub.downloads["model.safetensors"] == 1
 
 
 def test_the_port_of_the_learners_rendezvous_is_held_until_it_is_served(make: Callable[..., Any]) -> None:
@@ -125,8 +101,5 @@ def pinned(servers: int, ranks: int) -> Config:
 def test_every_process_has_cores_of_its_own() -> None:
     shares = [share_of_cores(pinned(2, 1), number, [0, 1, 2, 3, 6, 7, 9]) for number in range(3)]
     assert shares == [[0, 1], [2, 3], [6, 7]]
-
-
-def test_too_few_cores_are_refused_with_what_helps() -> None:
     with pytest.raises(ConfigError, match=r"^placement\.pin_cpus"):
         share_of_cores(pinned(2, 1), 0, [0, 1])

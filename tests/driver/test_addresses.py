@@ -42,15 +42,10 @@ def at(url: str, transport: str = "gloo", **overrides: Any) -> Config:
     ("url", "overrides"),
     [
         ("http://localhost:3", {}),
-        ("http://127.0.0.9:3", {}),
-        ("http://[::1]:3", {}),
-        ("http://[::ffff:127.0.0.1]:3", {}),
         ("http://[::ffff:10.0.0.1]:3", {}),
         ("http://0.0.0.0:3", {}),
         ("http://[::]:3", {}),
-        ("http://10.0.0.1:3", {}),
         ("http://here:3", {}),
-        ("http://10.0.0.9:3", {"transport": "disk"}),
         ("http://nowhere:3", {"transport": "disk"}),
         ("http://10.0.0.9:3", {"transport": "auto"}),  # what it stands for is checked later
         ("http://10.0.0.9:3", {"network": {"host": "10.0.0.1", "insecure": True}}),
@@ -79,8 +74,5 @@ def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url
         decide_placement(asked, host_demands(asked, 0))
     decided = decide_placement(asked, host_demands(asked, 2))
     assert decided["weight_sync.transport"] == "disk"
-
-
-def test_a_server_whose_name_no_host_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.server_urls .*http://nowhere:3"):
+    with pytest.raises(ConfigError, match=message):
         check_addresses(at("http://nowhere:3"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus
 from async_rl.run.before_start.gpus import check_gpu_driver
-from async_rl.run.processes.actors import LearnerActor, RolloutActor
-from tests.kit.gpus import pretend_gpus
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3.0\n"
 
@@ -54,21 +50,3 @@ def test_a_run_that_uses_the_gpus_or_is_told_not_to_is_not_refused(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", why)
     check_gpu_driver()
-
-
-def test_a_cluster_host_where_torch_finds_no_gpu_is_named_before_anything_loads(
-    host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.2")
-    rollout, learner = RolloutActor.__new__(RolloutActor), LearnerActor.__new__(LearnerActor)
-    for ask in (lambda: asyncio.run(rollout.gpu_bytes()), learner.gpu_bytes):
-        with pytest.raises(ConfigError, match=r"^10\.0\.0\.2: "):
-            ask()
-    (host / "nvidia0").unlink()
-    assert (asyncio.run(rollout.gpu_bytes()), learner.gpu_bytes()) == (0, 0), "a host without GPUs runs on its CPU"
-
-
-def test_the_size_of_the_gpus_is_known_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    pretend_gpus(monkeypatch, 2, gpu_bytes=80)
-    assert gpus.smallest_gpu_bytes() == 80

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,17 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config, read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
 from learner.loop.updater import decide_gradient_checkpointing
 from learner.memory.memory_plan import GRAPHS_BYTES, MemoryPlan
-from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
+from learner.memory.rank_memory import RankMemory
 from learner.memory.room import (
     GIB,
     batch_bytes,
     free_room,
-    surely_fits,
 )
 from tests.kit.configs import learner_config, make_config
 from tests.kit.model_headers import QWEN2_5, save_headers
@@ -68,18 +65,6 @@ def test_ranks_that_split_rows_have_their_part_of_activations_embeddings_and_log
     assert whole["logits and head"] - split["logits and head"] == 2 * 151_936 * 896  # of 4 bytes; logits fill a chunk
     assert split["optimizer state"] == whole["optimizer state"]
     assert parts(2, "sdpa")["activations"] > parts(1, "sdpa")["activations"] // 2  # each rank has masks of whole rows
-
-
-def test_split_rows_whose_keys_are_gathered_are_not_computed_and_checkpointed(folder: Path) -> None:
-    gathers = plan(folder, 8, placement={"learner": {"ranks": 4}}, learner={"sequence_parallel": 4})  # of 14 heads
-    assert gathers.checkpoints and "its ranks gather keys" in gathers.check()[0] and "gather keys" in gathers.table()[1]
-
-
-def test_the_backward_pass_of_a_block_takes_more_than_what_is_kept(folder: Path) -> None:
-    estimate = plan(folder, 2).estimate  # the gradient of its embeddings is larger than the activations of a row
-    for checkpoints in (False, True):
-        found = estimate.measure(estimate.networks[0], checkpoints)
-        assert found.kept < found.peak < 2 * estimate.measure(estimate.networks[0], checkpoints=False).kept
 
 
 def test_what_is_offloaded_is_in_the_hosts_memory(folder: Path) -> None:
@@ -154,28 +139,6 @@ def test_weights_that_are_staged_on_the_gpu_need_what_the_servers_share_leaves(f
         staged("device", 0.97).check()
 
 
-def test_the_weights_that_changes_are_pushed_against_are_in_the_table(folder: Path) -> None:
-    sparse, whole = (plan(folder, 2, weight_sync={"delta": delta}) for delta in (True, False))
-    (line,) = [line for line in sparse.table() if line not in whole.table()]
-    assert line.split()[:3] == ["pushed", "weights", "(host)"]
-    pushed = 2 * sparse.estimate.networks[0].has.all / 2**20  # two bytes each on GPUs
-    assert float(line.split()[3]) == pytest.approx(pushed, abs=0.1)
-
-
-def test_at_once_on_one_gpu_the_servers_share_is_lowered_or_moments_are_offloaded(folder: Path) -> None:
-    config: dict[str, Any] = {"staleness": {"max": 2}, "rollout": {"gpu_memory_utilization": 0.8}}
-    shared = plan(folder, 1, 24 * 10**9, **config)
-    assert shared.is_shared and shared.rank_room < 5 * 10**9
-    found: list[str] = []
-    try:
-        found = shared.check()
-    except ConfigError as error:
-        found = [str(error)]
-    assert "rollout.gpu_memory_utilization" in found[0]
-    alone = plan(folder, 2, 24 * 10**9, **config)
-    assert not alone.is_shared and alone.rank_room == 24 * 10**9 and alone.check() == []
-
-
 def test_a_share_too_small_for_the_weights_and_an_answer_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_utilization.*placement\.rollout\.tp"):
         plan(folder, 1, 24 * 10**9, rollout={"gpu_memory_utilization": 0.01}).check()
@@ -215,29 +178,12 @@ def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> No
     assert one.estimate.dtype == torch.float32 and plan(folder).estimate.dtype == torch.bfloat16
 
 
-def test_a_critic_and_a_reference_are_in_the_table(folder: Path) -> None:
-    found = plan(folder, 2, algorithm={"advantage": "gae", "kl": {"kind": "k2_loss"}}).rank_memory()
-    names = {name.partition(":")[0] for name in found.parts}
-    assert {"policy", "critic", "reference"} <= names
-    assert "reference: optimizer state" not in found.parts and "critic: optimizer state" in found.parts
-
-
 def test_activations_of_policy_and_critic_add_up_only_where_the_critic_waits(folder: Path) -> None:
     first, later = (plan(folder, 2, algorithm={"advantage": name}).rank_memory() for name in ("gae", "vtrace"))
     assert first.parts == later.parts
     gathered = 2 * (151_936 * 896 + 896)  # embeddings and last norm in bfloat16, which the policy's pass has gathered
     assert later.peaks["embedding"] - first.peaks["embedding"] == first.parts["policy: activations"] + gathered
     assert later.peak > first.peak
-
-
-def test_a_run_far_smaller_than_the_host_is_not_computed(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(model_folder, learner={"max_tokens_per_microbatch": 1024})
-    monkeypatch.setattr("learner.memory.passes.measure_pass", lambda *_, **__: pytest.fail("not needed"))
-    assert host_gpus.check_memory(config) == []
-    assert RankMemoryEstimate(config, "cpu").fits_plain(4 * GIB)
-    assert surely_fits(config, 4 * GIB) and not surely_fits(config, 2**20)
 
 
 def test_in_turns_a_share_is_checked_however_small_the_model(
@@ -253,17 +199,6 @@ def test_in_turns_a_share_is_checked_however_small_the_model(
     assert check(0.6) == []
     with pytest.raises(ConfigError, match=r"^memory:.*rollout\.gpu_memory_utilization"):
         check(0.9)  # 20.1 GiB, and 2 and 1.5 for two processes, of 22.35
-
-
-def test_gpus_of_unknown_size_are_told_and_not_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(model_folder)
-    monkeypatch.setattr(host_gpus, "gpus_here", lambda: 1.0)
-    monkeypatch.setattr(host_gpus, "smallest_gpu_bytes", lambda: 0)
-    (caution,) = host_gpus.check_memory(config)
-    assert caution.startswith("memory: not checked")
-    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [caution])
-    told = "not computed: the CUDA driver does not say how large this host's GPUs are"
-    assert f"\n# memory\n# {told}\n\n# caution\n# {caution}\n" in dry_run(config)
 
 
 def test_a_servers_fullest_batch_follows_from_replies_and_vocabulary(folder: Path) -> None:
@@ -305,19 +240,6 @@ def test_the_learner_resolves_auto_by_its_room(
         assert decide_gradient_checkpointing(asks, cpu) is asked
 
 
-def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def checked(config: Config, task: object) -> list[str]:
-        return []
-
-    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", checked)
-    text = dry_run(make_config(model_folder, rollout={"engine": "hf"}))
-    assert re.search(r"\n# epochs of the training prompts, at least +0\.16 of 10000 prompts\n", text)
-    assert "\n# memory\n# host: " in text and "#   policy: activations " in text
-    (changed,) = re.findall(r"\A# differs from the defaults\n((?:# .*\n)+)", text)
-    keys = {line.split()[1] for line in changed.splitlines()}
-    assert keys == {"model.path", "task.name", "rollout.engine", "staleness.max"}
-
-
 def test_a_dry_run_prints_all_settings_only_if_asked_and_then_is_valid_yaml(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,20 +261,3 @@ def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tm
     assert "learner.gradient_checkpointing" in never.check()[0]
     with pytest.raises(ConfigError, match=r"^memory:.*learner ranks"):
         plan(tmp_path, 2).check()
-
-
-def test_a_dry_run_tells_the_size_of_supports(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [])
-    sizes: dict[str, Any] = {"learner": {"prompts_per_step": 100}, "run": {"steps": 50}}
-    rollout = {"engine": "hf", "group_size": 8, "max_response_tokens": 500}
-
-    def line(**narrowing: Any) -> list[str]:
-        text = dry_run(make_config(model_folder, **sizes, rollout={**rollout, **narrowing}))
-        return re.findall(r"\n# supports, bytes a sampled token +(.*)", text)
-
-    assert line() == []
-    # 20 ids of at most a byte and a half each, and their number: 31 bytes for each of 50 * 800 * 500 tokens
-    assert line(top_k=20, top_p=0.99) == [
-        "about 16 (temperature 0.6) to 31 (temperature 1), at most 0.62 GB in the journal"
-    ]
-    assert line(min_p=0.5) == ["about 4 (temperature 0.6) to 4 (temperature 1), at most 0.08 GB in the journal"]

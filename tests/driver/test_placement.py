@@ -16,26 +16,22 @@ from async_rl.base.config import (
     RolloutConfig,
     RolloutPlacement,
 )
-from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
-from async_rl.base.network import api_key, authorization, interface_of
+from async_rl.base.network import api_key, authorization
 from async_rl.cli import main
-from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.processes.placement import (
     Host,
     HostDemand,
     assign,
     decide_placement,
-    explain,
-    find_hosts,
     host_demands,
+    servers_per_gpu,
 )
 from async_rl.run.processes.reservation import reserve
 from async_rl.run.processes.signals import StopSignals
 from buffer.keys import new_keys
 from tests.kit.configs import changed
-from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
@@ -48,13 +44,6 @@ def test_learner_and_servers_get_nodes_of_their_own() -> None:
     assert (learner.gpus, learner.cpus) == (8, 8)
     assert dict(rollout.gpus_of) == {"rollout/0": 4, "rollout/1": 4}
     assert (rollout.gpus, rollout.cpus) == (8, 2)
-
-
-def test_many_nodes_share_ranks_and_servers_evenly() -> None:
-    parts = host_demands(placed_on(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
-    assert [list(p.gpus_of) for p in parts] == [
-        ["buffer", "rollout/0", "learner/0", "learner/1"], ["rollout/1", "learner/2", "learner/3"],
-    ]
 
 
 def test_a_run_whose_servers_may_join_is_placed_with_the_fewest() -> None:
@@ -70,12 +59,6 @@ def test_a_run_whose_servers_may_join_is_placed_with_the_fewest() -> None:
 def test_available_gpus_are_used_or_shared_by_default(gpus: int, each: float, total: float) -> None:
     (demand,) = host_demands(placed_on(), gpus)
     assert (demand.gpus_of["learner/0"], demand.gpus_of["rollout/0"], demand.gpus) == (each, each, total)
-
-
-def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
-    (demand,) = host_demands(placed_on(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
-    assert demand.gpus == 2
-    assert demand.gpus_of["learner/1"] == demand.gpus_of["rollout/1"] == 0.5
 
 
 def test_each_pair_that_shares_a_gpu_is_a_bundle_of_its_own() -> None:
@@ -224,6 +207,23 @@ def test_servers_that_share_gpus_get_their_weights_from_the_rank_there(
     assert resolved.weight_sync.transport == ("cuda_ipc" if nodes == 1 else "disk")
 
 
+TWO_SERVERS = placed_on(rollout=RolloutPlacement(servers=2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus_there", "servers"),
+    [
+        (TWO_SERVERS, 1, 2), (TWO_SERVERS, 3, 1), (TWO_SERVERS, 0, 1), (placed_on(), 1, 1), (TWO_PAIRS, 2, 1),
+        (TWO_NODES, 16, 1), (placed_on(LearnerPlacement(nodes=1), RolloutPlacement(nodes=1)), 2, 1),
+    ],
+)
+def test_servers_of_one_gpu_divide_its_fraction(asked: Config, gpus_there: int, servers: int) -> None:
+    parts = [part for demand in host_demands(asked, gpus_there) for part in demand.per_gpu()]
+    assert servers_per_gpu(parts) == servers
+    resolved = resolve(asked, decide_placement(asked, parts))
+    assert resolved.rollout.gpu_memory_utilization == asked.rollout.gpu_memory_utilization / servers
+
+
 def test_a_server_at_a_url_gets_no_gpu() -> None:
     assert host_demands(AT_URL, 2)[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
 
@@ -237,12 +237,6 @@ def test_rollout_servers_ask_for_an_api_key_made_from_the_clients_key(tmp_path: 
     new_keys(tmp_path / "others")
     assert api_key(dataclasses.replace(network, keys=str(tmp_path / "others"))) != api_key(network)
     assert authorization(NetworkConfig(host=host, insecure=True)) == {}
-
-
-def test_the_interface_of_an_address_is_found_or_the_addresses_are_listed() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.9.*lo 127\.0\.0\.1"):
-        interface_of("203.0.113.9")
 
 
 @pytest.fixture(scope="module")
@@ -266,23 +260,6 @@ def failing(error: Exception) -> Callable[..., None]:
     return init
 
 
-def test_a_dry_run_checks_the_cluster_that_training_would_join(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined: list[str] = []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray.init", lambda address, **_: joined.append(address))
-    monkeypatch.setattr("ray.nodes", lambda: [])
-    monkeypatch.setattr("ray.shutdown", lambda: None)
-    hosts = [Host(name="10.0.0.1", cpus=8, gpus=8), Host(name="10.0.0.2", cpus=8, gpus=8)]
-    monkeypatch.setattr("async_rl.run.processes.placement.ray_hosts", lambda: hosts)
-    assert {line.partition(":")[0] for line in explain(TWO_NODES, find_hosts(TWO_NODES))} == {"10.0.0.1", "10.0.0.2"}
-    assert joined == ["auto"]
-    monkeypatch.setattr("async_rl.run.processes.placement.ray_hosts", lambda: hosts[:1])
-    with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
-        explain(TWO_NODES, find_hosts(TWO_NODES))
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["gsm8k_single_gpu", "gsm8k_two_node"])
 def test_a_gsm8k_config_passes_its_dry_run_without_a_cluster(
@@ -293,16 +270,3 @@ def test_a_gsm8k_config_passes_its_dry_run_without_a_cluster(
     assert main(["train", str(ROOT / "configs" / f"{name}.yaml"), *stand_ins, "--dry-run"]) == 0
     placement = capsys.readouterr().out.partition("# placement\n")[2].partition("\n# memory\n")[0]
     assert all(f"{process}/0" in placement for process in ("rollout", "learner"))
-
-
-def test_explicit_numbers_of_gpus_are_refused_on_a_host_without_gpus(
-    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    pretend_gpus(monkeypatch, 1)
-    asked = load_config(
-        ROOT / "configs" / "gsm8k_single_gpu.yaml",
-        [*stand_ins, "placement.colocated=false", "placement.learner.gpus_per_node=1"],
-    )
-    with pytest.raises(ConfigError, match="2 GPUs wanted, 1 there"):
-        dry_run(asked)

@@ -10,12 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
-from async_rl import pipeline
 from async_rl.base.config import (
     AlgorithmConfig,
     Config,
@@ -27,29 +24,18 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.errors import ConfigError
 from async_rl.pipeline import run
-from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.before_start.preflight import check_inputs, check_names, input_checks
-from rollout_server.question import Question
-from rollout_server.tasks.base import Task
 from tests.kit.configs import changed, make_config
 from tests.kit.gpus import pretend_gpus
-from tests.kit.models import save_tiny_model
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs") / "model"
-    save_tiny_model("tiny-qwen2", folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def base(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def base(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A run on a task without files, from the folder in which the modules of a user are."""
     monkeypatch.syspath_prepend(tmp_path)
-    return make_config(model, run={"dir": tmp_path / "runs"}, eval={"num_prompts": 0})
+    return make_config(tiny_model, run={"dir": tmp_path / "runs"}, eval={"num_prompts": 0})
 
 
 def rewritten(model: Path, tmp_path: Path, **described: Any) -> Path:
@@ -65,17 +51,8 @@ def row_of(content: str, **more: Any) -> dict[str, Any]:
     return {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": {"ground_truth": "1"}, **more}
 
 
-def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_has(
-    base: Config, tmp_path: Path
-) -> None:
-    pq.write_table(pa.table({"problem": ["1 + 1?"], "solution": ["2"]}), tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError, match=r"rows\.parquet.*problem, solution"):
-        run(changed(base, task=TaskConfig(path=str(tmp_path / "rows.parquet"))))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_prompt_without_tokens_is_refused(base: Config, model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model, tmp_path / "model")
+def test_a_prompt_without_tokens_is_refused(base: Config, tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     plain = changed(base, model={"path": folder})
     for name, content in (("empty", ""), ("blank", " \n")):
@@ -83,23 +60,6 @@ def test_a_prompt_without_tokens_is_refused(base: Config, model: Path, tmp_path:
         file.write_text(json.dumps(row_of(content)))
         with pytest.raises(ConfigError, match=rf"{name}\.jsonl, row 0"):
             check_inputs(changed(plain, task=TaskConfig(path=str(file))))
-    with pytest.raises(ConfigError, match=r"^task: .*silence"):
-        check_inputs(changed(plain, task=TaskConfig(name=f"{__name__}:SilentTask")))
-
-
-class SilentTask(Task):
-    """A task whose questions are empty."""
-
-    num_prompts = 1
-
-    def train_question(self, position: int) -> Question:
-        return Question(messages=({"role": "user", "content": ""},), ground_truth="", source="silence")
-
-    def eval_questions(self) -> list[Question]:
-        return []
-
-    def verify(self, question: Question, response: str) -> float:
-        return 0.0
 
 
 def config_with_reward(base: Config, tmp_path: Path, source: str) -> Config:
@@ -142,23 +102,9 @@ def test_a_reward_that_takes_other_arguments_or_fails_in_its_trial_call_is_refus
 BIASED: dict[str, Any] = {"rollout": {"min_p": 0.1}, "algorithm": {"support": "ignore"}}
 
 
-def test_train_shows_its_cautions_once_and_leaves_no_folder_if_nothing_begins(
-    base: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise ConfigError("no further")
-
-    monkeypatch.setattr(pipeline, "open_ray", contextlib.nullcontext)
-    monkeypatch.setattr(pipeline, "reserve", refuse)
-    with pytest.raises(ConfigError, match="no further"):
-        run(changed(base, **BIASED, logging={"wandb": "disabled"}))
-    assert capsys.readouterr().out.count("caution: algorithm.support") == 1
-    assert not list(Path(base.run.dir).iterdir())
-
-
-def test_what_may_not_be_meant_is_a_caution(base: Config, model: Path, tmp_path: Path) -> None:
+def test_what_may_not_be_meant_is_a_caution(base: Config, tiny_model: Path, tmp_path: Path) -> None:
     assert check_inputs(base) == check_inputs(changed(base, rollout={"min_p": 0.1})) == []
-    folder = shutil.copytree(model, tmp_path / "model")
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     sandbox = SandboxConfig(kind="none")
     for named, cautious in (
@@ -200,11 +146,11 @@ def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_a
     ],
 )
 def test_missing_hardware_is_refused_unless_ray_may_use_another_host(
-    base: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, override: str, key: str
+    base: Config, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, override: str, key: str
 ) -> None:
     pretend_gpus(monkeypatch, gpus)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    names = [f"model.path={model}", "task.name=reasoning_gym/chain_sum", f"run.dir={tmp_path / 'runs'}"]
+    names = [f"model.path={tiny_model}", "task.name=reasoning_gym/chain_sum", f"run.dir={tmp_path / 'runs'}"]
     config = load_config(None, [*names, override])
     if key:
         with pytest.raises(ConfigError, match=f"^{re.escape(key)} "):
@@ -214,41 +160,25 @@ def test_missing_hardware_is_refused_unless_ray_may_use_another_host(
     check_inputs(config)
 
 
-def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(base: Config, tmp_path: Path) -> None:
-    def derived(**sections: Any) -> dict[str, str]:
-        text = dry_run(changed(base, task={"max_prompt_tokens": 100}, **sections))
-        return dict(re.findall(r"^# (.*?)  +(\S+)", text, re.MULTILINE))
-
-    synchronous = derived()
-    assert synchronous["episodes per step"] == "128"  # 16 prompts * 8 answers
-    assert synchronous["episodes at the engines, at most"] == "128"  # staleness 0: no more than a step's
-    assert synchronous["longest sequence, tokens"] == "356"
-    deep = derived(staleness={"max": 8, "depth": 1.5})
-    assert deep["groups in flight or waiting, at most"] == "40" and deep["episodes at the engines, at most"] == "320"
-    several = {"placement": {"rollout": {"servers": {"min": 1, "max": 4}}}, "rollout": {"max_groups_in_flight": 2}}
-    assert derived(staleness={"max": 8}, **several)["episodes at the engines, at most"] == "64"  # 4 * 2 * 8 answers
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_key(
-    base: Config, model: Path, tmp_path: Path
+    base: Config, tiny_model: Path, tmp_path: Path
 ) -> None:
     config = changed(base, algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss")))
-    check_inputs(changed(config, critic={"path": str(model)}, reference={"path": str(model)}))
+    check_inputs(changed(config, critic={"path": str(tiny_model)}, reference={"path": str(tiny_model)}))
     with pytest.raises(ConfigError, match=r"^reference\.path .*nowhere"):
         check_inputs(changed(config, reference={"path": str(tmp_path / "nowhere")}))
     with pytest.raises(ConfigError, match="got Qwen2ForCausalLM"):
-        check_inputs(changed(config, reward_model={"path": str(model)}))
+        check_inputs(changed(config, reward_model={"path": str(tiny_model)}))
 
 
 SPLIT: dict[str, Any] = {"learner": {"sequence_parallel": 2}, "placement": {"learner": LearnerPlacement(ranks=8)}}
 
 
 def test_sliding_windows_are_refused_before_the_start_if_rows_are_split(
-    base: Config, model: Path, tmp_path: Path
+    base: Config, tiny_model: Path, tmp_path: Path
 ) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
-    config = changed(base, model={"path": rewritten(model, tmp_path, **windows)})
+    config = changed(base, model={"path": rewritten(tiny_model, tmp_path, **windows)})
     check_inputs(config)
     check_inputs(changed(base, **SPLIT))
     with pytest.raises(ConfigError, match=r"sequence_parallel .*sliding_window = 64"):
@@ -257,10 +187,10 @@ def test_sliding_windows_are_refused_before_the_start_if_rows_are_split(
 
 @pytest.mark.parametrize("key", ["model.path", "reference.path", "critic.path"])
 def test_quantised_weights_are_refused_for_whatever_the_learner_computes(
-    key: str, base: Config, model: Path, tmp_path: Path
+    key: str, base: Config, tiny_model: Path, tmp_path: Path
 ) -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    folder = rewritten(model, tmp_path, quantization_config=fp8)
+    folder = rewritten(tiny_model, tmp_path, quantization_config=fp8)
     config = changed(base, algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss")))
     config = changed(config, **{key.partition(".")[0]: {"path": str(folder)}})
     (loading,) = (each for each in input_checks(config) if each.what == f"{key} loads")
@@ -269,12 +199,12 @@ def test_quantised_weights_are_refused_for_whatever_the_learner_computes(
 
 
 def test_a_vocabulary_that_ranks_of_split_rows_would_miscount_is_refused(
-    base: Config, model: Path, tmp_path: Path
+    base: Config, tiny_model: Path, tmp_path: Path
 ) -> None:
-    lm = AutoModelForCausalLM.from_pretrained(model)
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model)
     rows = next(rows for rows in range(lm.config.vocab_size, 10**6) if rows % 8 == 1)
     lm.resize_token_embeddings(rows)
-    folder = shutil.copytree(model, tmp_path / "odd")
+    folder = shutil.copytree(tiny_model, tmp_path / "odd")
     lm.save_pretrained(folder)
     with pytest.raises(ConfigError, match=rf"sequence_parallel .*{rows} rows"):
         check_inputs(changed(base, model={"path": folder}, **SPLIT))

@@ -18,22 +18,13 @@ from tests.kit.configs import make_config
 from tests.kit.placements import TWO_NODES, placed_on
 
 
-@pytest.mark.parametrize(
-    ("of_ray", "error", "said"),
-    [
-        (Exception("The current node timed out during startup. This"), WaitTimeoutError, "30 s"),
-        (ValueError("another mistake"), ValueError, "another mistake"),
-    ],
-)
-def test_a_ray_that_does_not_start_in_time_ends_the_run_with_a_sentence(
-    of_ray: Exception, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_does_not_start_in_time_is_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
-        raise of_ray
+        raise Exception("The current node timed out during startup. This")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", fail)
-    with pytest.raises(error, match=said), open_ray(make_config()):
+    with pytest.raises(WaitTimeoutError), open_ray(make_config()):
         pytest.fail("Ray has not started")
 
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_rl.base.config import Config, Limit
-from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.base.telemetry.status import Status
+from async_rl.base.config import Config
 from async_rl.run.processes import reservation as reservations
-from async_rl.run.processes.actor_group import ActorGroup
-from async_rl.run.processes.actors import Origin
-from async_rl.run.processes.placement import Host, host_demands, ray_hosts
+from async_rl.run.processes.placement import Host
 from async_rl.run.processes.reservation import NODE, Reservation, reserve
 from async_rl.run.processes.signals import StopSignals
-from benchmarks.marked_command import wait_until
 from tests.kit.configs import make_config
 
 TWO_SERVERS = {"nodes": 2, "servers": 2}
@@ -163,115 +154,3 @@ def test_servers_of_the_learners_hosts_stay_there(cluster: Cluster) -> None:
     reservation = reserve(config_of({"servers": {"min": 1, "max": 2}}), StopSignals())
     find(reservation, "rollout/1", 0.05)
     assert [group.selector[0][NODE] for group in cluster.groups] == ["a", "a", "in(a)"]
-
-
-# what is said of a server on another host
-
-
-@pytest.fixture
-def processes(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorGroup:
-    """The processes of a run with a server, which has moved from host c to host d."""
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.1")
-    config = config_of(TWO_SERVERS)
-    reservation = reserve(config, StopSignals())
-    del cluster.hosts["c"]
-    cluster.add("d")
-    assert find(reservation, "rollout/1") == "10.0.0.4"
-    return ActorGroup(tmp_path, reservation, StopSignals(), Origin(str(tmp_path), config))
-
-
-def test_an_error_and_the_status_name_the_host_to_which_a_server_has_moved(processes: ActorGroup) -> None:
-    from ray.exceptions import ActorDiedError
-
-    with pytest.raises(ProcessDiedError, match=r"^rollout/1 on 10\.0\.0\.4 "), processes.named_failure("rollout/1"):
-        raise ActorDiedError()
-    assert processes.place("rollout/1", Status(doing="starts", since_s=0.0)).host == "10.0.0.4"
-    assert processes.on_host("learner/0") == "learner/0 on 10.0.0.1"
-
-
-def test_a_wait_that_is_too_long_names_the_host_of_the_log(processes: ActorGroup) -> None:
-    async def silent() -> None:
-        await asyncio.Event().wait()
-
-    call: Any = silent()
-    with pytest.raises(WaitTimeoutError, match=r"10\.0\.0\.4"):
-        asyncio.run(processes.call("rollout/1", call, Limit(0.01, "a limit"), "the start"))
-
-
-# a real cluster
-
-
-@pytest.fixture
-def real_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Ray cluster on this machine, with a host for the learner alone, which this process has joined."""
-    import ray
-    from ray.cluster_utils import Cluster as RayCluster
-
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = RayCluster()
-    try:
-        cluster.add_node(num_cpus=2, num_gpus=0, include_dashboard=False)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def drain(cluster: Any, node: Any, seconds: int) -> None:
-    """Announce that a host leaves, as a spot instance's agent does."""
-    program = "from ray.scripts.scripts import main; main()"
-    subprocess.run([
-        sys.executable, "-c", program, "drain-node", f"--address={cluster.address}", f"--node-id={node.node_id}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=preempted",
-        f"--deadline-remaining-seconds={seconds}",
-    ], check=True, timeout=120, capture_output=True)  # fmt: skip
-
-
-class Where:
-    def node(self) -> str:
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
-
-
-@pytest.mark.nightly
-@pytest.mark.e2e
-def test_real_hosts_that_join_drain_and_die_get_and_lose_servers(real_cluster: Any) -> None:
-    import ray
-
-    config = make_config(placement={"rollout": ELASTIC}, timeouts={"startup_s": 120})
-    head = real_cluster.head_node.node_id
-    wanted, hosts = host_demands(config), ray_hosts()
-    reservation = Reservation(config, wanted, hosts[:1])
-    of_learner, of_server = reservation.begin()
-    assert of_learner.wait(60) and not of_server.wait(3), "the learner's host is not for servers"
-    assert find(reservation, "rollout/0", 2) == "" and reservation.host_of("rollout/0") == "no host"
-
-    first = real_cluster.add_node(num_cpus=1, num_gpus=0)
-    assert find(reservation, "rollout/0", 120)
-    remote: Any = ray.remote(Where)
-    server = remote.options(**reservation.options("rollout/0")).remote()
-    assert ray.get(server.node.remote(), timeout=120) == first.node_id != head
-    assert reservation.seconds_left() == {} and reservation.has_host("rollout/0")
-
-    drain(real_cluster, first, 60)
-    assert 0 < reservation.seconds_left()["rollout/0"] <= 60 and not reservation.has_host("rollout/0")
-    assert find(reservation, "rollout/0", 3) == "", "no other host has room"
-    second = real_cluster.add_node(num_cpus=1, num_gpus=0)
-    assert find(reservation, "rollout/0", 120) and reservation.seconds_left() == {}
-    server = remote.options(**reservation.options("rollout/0")).remote()
-    assert ray.get(server.node.remote(), timeout=120) == second.node_id
-
-    real_cluster.remove_node(second, allow_graceful=False)
-    wait_until(lambda: not reservation.has_host("rollout/0"), 120, "Ray to notice the loss of the host")
-    third = real_cluster.add_node(num_cpus=1, num_gpus=0)
-    assert find(reservation, "rollout/0", 120)
-    server = remote.options(**reservation.options("rollout/0")).remote()
-    assert ray.get(server.node.remote(), timeout=120) == third.node_id
-
-    reservation.release("rollout/0")
-    with pytest.raises(ray.exceptions.RayActorError):
-        while True:
-            ray.get(server.node.remote(), timeout=30)
-    assert find(reservation, "rollout/1", 120)

@@ -10,15 +10,13 @@ from typing import Any, Literal
 import pytest
 
 from async_rl.base.config import CheckpointConfig, EvalConfig, TimeoutsConfig
-from async_rl.base.messages.reports import HeldOutAnswer, StepDone, TrainingEnded, WorkerReport
-from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.base.telemetry.metrics import Figures, Metric, read_metrics, reduce_metrics
+from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
+from async_rl.base.run_dir.checkpoints import checkpoint_folder, lineage_of, list_checkpoints
+from async_rl.base.telemetry.metrics import Metric, read_metrics, reduce_metrics
 from async_rl.base.telemetry.timeline import Sample, Span, State, Usage
-from async_rl.run.log import run_log, run_timeline
-from async_rl.run.log.run_log import RunLog, RunResults
-from async_rl.run.log.run_timeline import RunTimeline
-from tests.kit.configs import make_config
-from tests.kit.runs import logged
+from async_rl.run.log.run_log import RunLog
+from tests.kit.configs import make_config, opened_run
+from tests.kit.runs import logged, make_checkpoint
 
 
 def make_log(
@@ -76,17 +74,6 @@ def test_steps_that_were_open_at_a_crash_are_in_the_metrics_file(tmp_path: Path)
     log.close()
     assert [(line["step"], line["reward/mean"]) for line in lines(tmp_path)] == [(1, 1.0)]
     assert (tmp_path / "r" / "timeline.json").exists()
-
-
-def test_a_push_after_the_last_step_is_logged_on_a_line_of_its_own(tmp_path: Path) -> None:
-    log = make_log(tmp_path)
-    log.add("learner/0", learner_step(1, 0.0, 10.0))
-    pushed = (Metric("push/bytes", 7.0, "sum"),)
-    log.add("learner/0", TrainingEnded(version=1, metrics=pushed, reason="the task is solved"))
-    log.close()
-    (record,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
-    assert (record["reward/mean"], record["late/push/bytes"]) == (1.0, 7.0)
-    assert log.summary({})["steps"] == 1
 
 
 class RecordedRun:
@@ -165,11 +152,7 @@ def test_a_resume_keeps_the_best_checkpoints(
 ) -> None:
     run_dir = tmp_path / "r"
     for version in (20, 30, 40, 50, 60):
-        checkpoint_folder(run_dir, version).mkdir(parents=True)
-        saved = TrainingState(
-            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}
-        )
-        write_training_state(checkpoint_folder(run_dir, version), saved)
+        make_checkpoint(run_dir, version)
     values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
     rewards = {0: 0.1, 10: 0.5, 20: 2.9, 30: 0.8, 40: 1.4, 50: 0.3, 60: 0.2}
     records = [
@@ -182,29 +165,6 @@ def test_a_resume_keeps_the_best_checkpoints(
         checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2, best_by=best_by),
     ).close()
     assert tuple(list_checkpoints(run_dir)) == kept
-
-
-def test_an_idle_pool_is_one_slice_of_the_trace(tmp_path: Path) -> None:
-    log = make_log(tmp_path)
-    for half in range(200):
-        span = Span("rollout/0", "wait_weights", half / 2, half / 2 + 0.5)
-        log.add("rollout/0", WorkerReport(spans=(span,)))
-    log.close()
-    events = json.loads((tmp_path / "r" / "timeline.json").read_text())["traceEvents"]
-    assert [event["dur"] for event in events if event["ph"] == "X"] == [100e6]
-
-
-def test_the_time_without_a_lost_rollout_server_is_named_in_the_trace(tmp_path: Path) -> None:
-    log = make_log(tmp_path)
-    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 1.0),)))
-    for _ in range(2):  # lost once more before it was back
-        log.lost("rollout/0")
-    log.restarted("rollout/0", 3)
-    log.close()
-    events = json.loads((tmp_path / "r" / "timeline.json").read_text())["traceEvents"]
-    assert [(event["cat"], event["name"]) for event in events if event["ph"] == "X"] == [
-        ("busy", "busy"), ("other", "restart"),
-    ]  # fmt: skip
 
 
 def test_a_lost_rollout_server_lowers_the_utilisation_of_every_step_until_it_is_back(tmp_path: Path) -> None:
@@ -242,20 +202,6 @@ def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: 
         covered_s = sum(end - start for start, end in slices) / 1e6
         assert covered_s == pytest.approx(sum(s.end_s - s.start_s for s in run.spans if s.pool == pool))
         assert all(before[1] <= after[0] for before, after in pairwise(slices))
-
-
-def test_a_step_has_the_samples_of_every_pool_however_many_come_in_one_report(tmp_path: Path) -> None:
-    log = make_log(tmp_path, servers=16, ranks=8)
-    run = RecordedRun(log, servers=16, ranks=8, step_s=60)
-    for _ in range(3):
-        run.step()
-    log.close()
-    ends_s = log.timeline.step_ends_s
-    for line, (start_s, end_s) in zip(lines(tmp_path)[1:], pairwise(ends_s), strict=True):
-        expected = reduce_metrics(Usage().add(run.spans, run.samples, start_s, end_s).metrics())
-        assert (line["occupancy/rollout"], line["gpu/learner"]) == pytest.approx(
-            (expected["occupancy/rollout"], expected["gpu/learner"])
-        )
 
 
 def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> None:
@@ -314,16 +260,6 @@ def test_a_clock_set_back_between_two_steps_costs_metrics_but_not_the_run(tmp_pa
     assert ["utilisation/learner" in line for line in lines(tmp_path)] == [False, False, True]
 
 
-def test_notes_of_workers_are_shown_and_groups_whose_reward_failed_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = make_log(tmp_path)
-    log.add("rollout/0", WorkerReport(metrics=(Metric("rollout/failed", 2, "sum"),), notes=("rollout/0: it failed",)))
-    log.add("rollout/0", WorkerReport(metrics=(Metric("rollout/failed", 1, "sum"),)))
-    assert "rollout/0: it failed" in capsys.readouterr().out
-    assert log.summary({})["failed_groups"] == 3
-
-
 @pytest.mark.parametrize(
     ("left_out", "tokens"),
     [({"staleness/masked_fraction": 0.75}, 150.0), ({"policy/skipped_batches": 1.0}, 0.0)],
@@ -341,78 +277,38 @@ def test_tokens_that_are_masked_for_their_age_or_in_a_skipped_batch_are_not_trai
     assert lines(tmp_path)[-1]["throughput/trained_tokens_per_s"] == pytest.approx(tokens / 10)
 
 
-MOST, REPORTS = 1000, 6000
+RESUMED_AT = 40
 
 
-def report(number: int) -> WorkerReport:
-    """One of a worker's reports, which come twice a second; groups arrived before every tenth."""
-    start_s, has_groups = number / 2, number % 10 == 0
-    metrics = [
-        Metric("rollout/groups", float(has_groups), "sum"), Metric("rollout/seconds", 0.1, "sum"),
-        Metric("rollout/most", number % 977 / 7, "max"), Metric("rollout/least", number % 977 / 7, "min"),
-        Metric("rollout/newest", number / 7, "last"), Metric("rollout/in_flight", 0.1 * (number % 7)),
-        *([Metric("group/reward", 0.3 * number, weight=number % 97)] if has_groups else []),
-        Metric("group/none", 1.0, weight=0.0),
-    ]
-    samples = (
-        Sample("rollout/0", "occupancy", start_s, number / REPORTS), Sample("rollout/0", "gpu", start_s, 0.25),
-    )
-    spans = (Span("rollout/0", "wait_weights", start_s, start_s + 0.5),)
-    return WorkerReport(metrics=tuple(metrics), spans=spans, samples=samples)
+def resumed_log(tmp_path: Path) -> RunLog:
+    """The log of a run whose first RESUMED_AT steps have failed groups and skipped evaluations."""
+    run_dir = tmp_path / "r"
+    folder = make_checkpoint(run_dir, RESUMED_AT)
+    records = [{"step": step, "time/written_at_s": float(step), "rollout/failed": 0.0} for step in range(1, 41)]
+    records[9] |= {"rollout/failed": 3.0, "eval/skipped": 1.0}
+    records[29] |= {"rollout/failed": 2.0, "eval/skipped": 4.0}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return make_log(tmp_path, resume=str(folder))
 
 
-def test_a_step_of_days_needs_no_more_memory_and_has_the_same_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_log, "MOST_METRICS", MOST)
-    monkeypatch.setattr(run_timeline, "MOST_SAMPLES", MOST)
-    log = make_log(tmp_path)
-    log.add("learner/0", StepDone(version=1))  # the first step has no utilisation
-    reports = [report(number) for number in range(REPORTS)]
-    kept = []
-    for number, each in enumerate(reports):
-        log.add("rollout/0", each)
-        if number % 500 == 499:
-            kept.append(num_kept(log))
-    assert max(kept[3:]) < 2 * max(kept[:3])
-    log.add("learner/0", StepDone(version=2, spans=(Span("learner/0", "busy", 0.0, REPORTS / 2),)))
+def test_counts_of_the_summary_are_those_of_the_whole_run(tmp_path: Path) -> None:
+    log = resumed_log(tmp_path)
+    log.add("rollout/0", WorkerReport(metrics=(Metric("rollout/failed", 1.0, "sum"),)))
+    log.skipped_eval(RESUMED_AT, "the evaluation before it is still running")
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 11.0),)))
+    log.add("learner/0", learner_step(RESUMED_AT + 1, 0.0, 10.0))
+    summary = log.summary({})
     log.close()
-    _, step = lines(tmp_path)
-    expected = reduce_metrics(metric for each in reports for metric in each.metrics)
-    assert {key: step[key] for key in expected} == pytest.approx(expected, rel=1e-12)
-    assert "group/none" not in step and step["rollout/groups"] == REPORTS / 10
-    assert step["occupancy/rollout"] == pytest.approx(0.5, abs=0.01) and step["gpu/rollout"] == 0.25
+    assert (summary["failed_groups"], summary["skipped_evaluations"]) == (6, 5)
+    assert lines(tmp_path)[-1]["eval/skipped"] == 5.0
 
 
-def summary(folder: Path, *evaluations: tuple[int, float]) -> dict[str, Any]:
-    results = RunResults()
-    for version, accuracy in evaluations:
-        results.add(version, {"eval/accuracy": accuracy})
-    return results.summary(20, Figures({}), RunTimeline(folder))
-
-
-def test_an_evaluation_on_the_way_stands_for_neither_start_nor_end(tmp_path: Path) -> None:
-    whole = summary(tmp_path, (0, 0.25), (10, 0.5), (20, 0.75))
-    assert (whole["accuracy_start"], whole["accuracy_end"]) == (0.25, 0.75)
-    without_start = summary(tmp_path, (10, 0.5), (20, 0.75))
-    assert (without_start["accuracy_start"], without_start["accuracy_end"]) == (None, 0.75)
-    without_end = summary(tmp_path, (0, 0.25), (10, 0.5))
-    assert (without_end["accuracy_start"], without_end["accuracy_end"]) == (0.25, None)
-
-
-def test_the_example_of_a_run_is_the_question_whose_reward_rose_most(tmp_path: Path) -> None:
-    def answers(text: str, *rewards: float) -> list[HeldOutAnswer]:
-        return [HeldOutAnswer(question=str(n), answer=text, reward=reward) for n, reward in enumerate(rewards)]
-
-    def example(*evaluations: tuple[int, list[HeldOutAnswer]]) -> Any:
-        results = RunResults()
-        for version, found in evaluations:
-            results.add(version, {"eval/accuracy": 0.5})
-            results.add_answers(version, found)
-        return results.summary(20, Figures({}), RunTimeline(tmp_path)).get("example")
-
-    start, middle, end = (0, answers("a", 0, 0, 1)), (10, answers("b", 1, 1, 1)), (20, answers("c", 0, 1, 1))
-    assert example(start, middle, end) == {
-        "question": "1", "before": "a", "after": "c", "reward_before": 0, "reward_after": 1, "chosen_from": 3,
-    }  # fmt: skip
-    assert example(middle, end) is None and example(start, middle) is None and example((0, []), end) is None
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_summary_counts_a_resume_unless_that_is_undone(tmp_path: Path, is_stop: bool) -> None:
+    resumed_log(tmp_path).close()
+    with opened_run(make_config(run={"resume": tmp_path / "r"}, logging={"wandb": "disabled"})) as config:
+        log = RunLog(config)
+        log.add("learner/0", TrainingEnded(version=RESUMED_AT, reason="the pause ran out", is_stop=is_stop))
+        log.close()
+        summary = log.summary({})
+    assert summary["resumes"] == lineage_of(config.run_dir) == (0 if is_stop else 1)

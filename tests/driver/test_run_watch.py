@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +9,15 @@ from typing import Any
 import pytest
 
 from async_rl.base.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
-from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.base.run_dir.resuming import is_complete
-from async_rl.base.run_dir.run_dir import is_of_newest_end
-from async_rl.base.run_dir.watch_events import answer_pause, newest_event, read_events
+from async_rl.base.run_dir.checkpoints import checkpoint_folder, list_checkpoints
+from async_rl.base.run_dir.watch_events import answer_pause, read_events
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import format_status
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
 from async_rl.run.processes.supervisor import Supervisor
 from tests.kit.configs import changed, make_config, opened_run
-from tests.kit.runs import logged
+from tests.kit.runs import logged, make_checkpoint
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -58,9 +54,8 @@ class Run:
         self.watch: Any = supervisor.watch
 
     def checkpoint(self, version: int) -> None:
-        (folder := checkpoint_folder(self.run_dir, version)).mkdir(parents=True, exist_ok=True)
-        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
-        write_training_state(folder, state)
+        if version not in list_checkpoints(self.run_dir):
+            make_checkpoint(self.run_dir, version)
 
     def step(self, version: int, is_bad: bool = False, ahead: int = 0, saves: bool = True) -> None:
         if saves:
@@ -214,30 +209,6 @@ def test_a_paused_run_waits_for_an_answer_and_goes_on_without_the_accepted_rules
     assert run.kinds() == ["pause", "go-on"]
 
 
-def test_trouble_of_another_rule_in_a_pause_is_acted_on_after_the_answer(tmp_path: Path) -> None:
-    run = troubled(tmp_path, "pause")
-    for version, gold in enumerate(GOLD, BAD):
-        run.evaluate(version, gold)
-        run.act()
-    assert run.kinds() == ["pause"]
-    answer(run, "go-on")
-    run.step(8, is_bad=True)
-    assert [event.rules for event in read_events(run.run_dir)] == [("reward",), ("reward",), ("gold",)]
-    assert run.kinds() == ["pause", "go-on", "pause"]
-
-
-def test_troubles_that_were_logged_before_one_is_acted_on_are_not_lost(tmp_path: Path) -> None:
-    run = Run(tmp_path, action="pause")
-    run.steps(BAD - 1)
-    for version, gold in enumerate(GOLD, BAD):
-        run.evaluate(version, gold)  # nothing is acted on before the next step, which brings the second trouble
-    run.step(BAD, is_bad=True)
-    assert [event.rules for event in read_events(run.run_dir)] == [("gold",)]
-    answer(run, "go-on")
-    run.step(BAD + 1, is_bad=True)
-    assert [event.rules for event in read_events(run.run_dir)] == [("gold",), ("gold",), ("reward",)]
-
-
 @pytest.mark.parametrize("text", ["rollback", "stop"])
 def test_a_pause_may_be_answered_by_going_back_or_ending(tmp_path: Path, text: str) -> None:
     run = troubled(tmp_path, "pause")
@@ -254,48 +225,6 @@ def test_a_resumed_run_pauses_again_until_it_is_answered(tmp_path: Path) -> None
         answer_pause(first.run_dir, "go-on")
         again.watch.look()
         assert again.learner.made == ["pause", "go_on"] and again.kinds() == ["pause", "go-on"]
-
-
-def test_a_run_resumed_from_before_its_pause_pauses_only_at_the_next_trouble(tmp_path: Path) -> None:
-    first = troubled(tmp_path, "pause")
-    with next_life(first, 6) as again:
-        answer(again, "go-on")  # to the pause that holds no more
-        assert again.learner.made == [] and again.kinds() == ["pause"], "before its first step the resume may be undone"
-        for version in range(7, 10):
-            again.step(version, is_bad=version > 8)
-            again.watch.look()
-    assert again.kinds() == ["pause", "resumed", "pause"] and again.learner.made == ["pause"]
-    assert "step 9" in again.watchdog.note
-
-
-@pytest.fixture
-def paused(tmp_path: Path) -> Run:
-    """A paused run whose newest checkpoint is from before its pause, as if it was killed before that was whole."""
-    run = troubled(tmp_path, "pause")
-    shutil.rmtree(checkpoint_folder(run.run_dir, BAD))
-    return run
-
-
-def test_a_paused_run_whose_newest_checkpoint_is_from_before_its_pause_pauses_again(paused: Run) -> None:
-    with next_life(paused) as again:
-        assert again.log.version == 5 and again.learner.made == ["pause"]
-        answer_pause(paused.run_dir, "go-on")
-        again.watch.look()
-        again.step(6)
-        again.step(7, is_bad=True)
-    assert again.kinds() == ["pause", "go-on"] and again.learner.made == ["pause", "go_on"]
-
-
-def test_a_pause_answered_by_ending_in_a_resume_without_a_step_ends_the_run(paused: Run) -> None:
-    with next_life(paused) as again:
-        answer_pause(paused.run_dir, "stop")
-        again.watch.look()
-        end(again, "stopped at version 5", is_stop=True)
-        summary = again.log.summary({})
-        (paused.run_dir / "summary.json").write_text(json.dumps(summary))
-    assert again.kinds() == ["pause", "stop"] and is_complete(paused.run_dir, again.config)
-    assert [line["step"] for line in logged(paused.run_dir)] == [1, 2, 3, 4, 5]
-    assert is_of_newest_end(summary, 5, paused.run_dir)
 
 
 GOLD = (0.0, 1.0, 2.0, 1.0, 0.0)
@@ -344,48 +273,9 @@ def test_trouble_in_the_last_step_itself_does_not_pause_a_run_that_is_over(
     assert run.kinds() == []
 
 
-def test_a_pause_that_came_after_the_learners_last_step_is_over_with_the_run(tmp_path: Path) -> None:
-    run = troubled(tmp_path, "pause")
-    assert run.kinds() == ["pause"]  # the learner has ended by run.seconds, which the driver learns only from its end
-    run.act(at_end=True)
-    assert run.kinds() == ["pause", "ended"] and run.watchdog.note == "running"
-    assert newest_event(run.run_dir, "pause") is None
-
-
 def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:
     first = troubled(tmp_path, "rollback")
     with next_life(first, 5) as again:
         assert again.kinds() == ["rollback"]
         again.step(6)
         assert again.kinds() == ["rollback", "resumed"]
-
-
-@pytest.mark.parametrize("is_stop", [False, True])
-def test_a_resume_that_ends_without_a_step_ends_the_rollback_unless_it_was_stopped(
-    tmp_path: Path, is_stop: bool
-) -> None:
-    first = troubled(tmp_path, "rollback")
-    with next_life(first, 5) as again:
-        end(again, "the program ended the run", is_stop)
-        again.act()
-        (first.run_dir / "summary.json").write_text(json.dumps(again.log.summary({})))
-    if is_stop:
-        assert again.kinds() == ["rollback"] and BAD in list_checkpoints(first.run_dir)
-        return
-    assert again.kinds() == ["rollback", "resumed"] and is_complete(first.run_dir, again.config)
-    assert list(list_checkpoints(first.run_dir)) == [5]
-    assert [line["step"] for line in logged(first.run_dir)] == [1, 2, 3, 4, 5]
-
-
-def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_path: Path) -> None:
-    first = Run(tmp_path, action="rollback")
-    for version, gold in enumerate(GOLD[:4], 1):
-        first.step(version)
-        first.evaluate(version, gold)
-    first.step(5)
-    with next_life(first, steps=5) as again:
-        end(again, "")
-        again.evaluate(5, GOLD[4])
-        again.act(at_end=True)
-    (event,) = read_events(first.run_dir)
-    assert (event.kind, event.version, event.back_to) == ("rollback", 5, 3)

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from async_rl import pipeline
-from async_rl.run.processes.signals import RunControl, StopSignals
-from tests.kit.configs import make_config
+from async_rl.run.processes.signals import StopSignals
 
 
 def send(number: signal.Signals) -> None:
@@ -92,16 +89,3 @@ def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
         Destroyed()  # Python would print an exception that is raised in its destructor, and drop it
         with pytest.raises(KeyboardInterrupt):
             signals.check()
-
-
-def test_a_signal_while_a_run_starts_again_after_a_rollback_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr("ray.init", lambda **_: send(signal.SIGTERM))
-    monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr("ray.nodes", list)
-    with StopSignals() as signals, signals.deferred():
-        signals.is_heeded = True  # training has ended by a rollback
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.train_once(make_config(run={"dir": tmp_path}), {}, signals, (), RunControl())

@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 
 from async_rl.base.config import TimeoutsConfig
-from async_rl.base.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
+from async_rl.base.errors import AsyncRLError, ProcessKilledError
 from async_rl.base.messages.reports import (
     EvaluationDone,
     EvaluationDue,
@@ -24,7 +24,6 @@ from async_rl.base.messages.reports import (
     StepDone,
     WorkerReport,
 )
-from async_rl.base.run_dir.server_requests import Action, ServerRequest, request_servers
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span
@@ -76,40 +75,23 @@ class Buffer(FakeProcess):
             self.obey()
 
     def abandon(self, worker: str, incarnation: int) -> int:
-        if self.told("dies when asked"):
-            (self._folder / "buffer-0-dies when asked").unlink()
-            os._exit(9)
         self.note(f"{worker} abandoned before start {incarnation}")
         return 3
-
-    def retire(self, worker: str, incarnation: int) -> int:
-        """Return 3 groups until the worker is told to have none."""
-        self.note(f"{worker} retired in start {incarnation}")
-        return 0 if (self._folder / f"{worker.replace('/', '-')}-has no groups").exists() else 3
 
     def status(self) -> Status:
         return Status(doing="answers", since_s=time.monotonic())
 
-    def close(self) -> dict[str, float]:
-        return {"buffer/unaccounted": 0.0}
-
 
 class Rollout(FakeProcess):
-    """A rollout or evaluation server. Each of its starts answers at a URL of its own, unless it is given one."""
+    """A rollout server."""
 
     def __init__(self, origin: Origin, index: int, url: str = "") -> None:
         super().__init__(origin, index)
-        self._name, self._url = self._config.server_names[index], url
+        self._name = self._config.server_names[index]
 
     async def start(self) -> str:
-        if self.told("can not start"):
-            raise WaitTimeoutError(f"{self._name} waited for its engine")
-        if self.told("lacks files"):
-            raise FileNotFoundError("words.json")
-        while self.told("is slow"):
-            await asyncio.sleep(0.05)
-        self.note(f"{self._name} started{self._url and f' at {self._url}'}")
-        return self._url or f"http://{self._name}"
+        self.note(f"{self._name} started")
+        return f"http://{self._name}"
 
     async def kv_tokens(self) -> int:
         if self.told("comes back"):
@@ -135,8 +117,6 @@ class Rollout(FakeProcess):
         self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
     ) -> EvaluationDone:
         self.tell("evaluates")
-        if self.told("dies when asked"):
-            os._exit(9)
         if self.told("hangs when asked"):
             (self._folder / f"rollout-{self._index}-hangs when asked").unlink()
             time.sleep(1000)
@@ -145,40 +125,12 @@ class Rollout(FakeProcess):
         return EvaluationDone(version=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
 
 
-class JudgeServer(FakeProcess):
-    """A server of a judge. It starts again where it was, and notes on which port."""
-
-    def __init__(self, origin: Origin, index: int, port: int = 0) -> None:
-        super().__init__(origin, index)
-        self.note(f"judge/{index} made at port {port}")
-
-        self._port = port
-
-    async def start(self) -> str:
-        if self._port:
-            (self._folder / f"judgeserver-{self._index}-dies").unlink(missing_ok=True)
-        return "http://judge:7/v1"
-
-    async def kv_tokens(self) -> int:
-        return 0
-
-    async def run(self) -> AsyncIterator[WorkerReport]:
-        while True:
-            await asyncio.sleep(0.05)
-            self.obey()
-            yield WorkerReport()
-
-    async def status(self) -> Status:
-        return Status(doing="judges", since_s=time.monotonic())
-
-
 class Learner(FakeProcess):
     """A learner rank. Its steps take 0.05 s, and it fills the servers that join after each of them."""
 
     def __init__(self, origin: Origin, rank: int) -> None:
         super().__init__(origin, rank)
         self._joining: list[tuple[str, int]] = []
-        self._pauses: set[str] = set()
 
     def start(self, master: tuple[str, int], buffer_address: str) -> None:
         self.note(f"learner/{self._index} started")
@@ -197,27 +149,18 @@ class Learner(FakeProcess):
             if self.told("drops a server"):
                 (self._folder / "learner-0-drops a server").unlink()
                 yield ServersLost(servers=(("rollout/0", 1),), cause="the network was cut")
-            if self.told("is late with news"):  # of the first start of the server
-                (self._folder / "learner-0-is late with news").unlink()
-                yield ServersFilled(servers=(("rollout/0", 1),), version=1)
-                yield ServersLost(servers=(("rollout/0", 1),))
-                self.tell("has told its news")
-            if self._pauses or self.told("takes no step"):
-                continue
             step += 1
             spans = (Span(f"learner/{self._index}", "busy", start_s, time.monotonic()),)
             yield StepDone(version=step, metrics=(Metric("reward/mean", 1.0),), spans=spans)
             if step == 3:
-                apart = self._config.server_names[self._config.placement.rollout.most :]
-                yield EvaluationDue(version=step, servers=apart)
+                yield EvaluationDue(version=step)
             if self.told("ends"):
                 return
 
     @ray.method(concurrency_group="control")
     def add_server(self, name: str, url: str, start: int) -> None:
         self.note(f"learner adds start {start} of {name} at {url}")
-        if name.startswith("rollout"):
-            self._joining.append((name, start))
+        self._joining.append((name, start))
 
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str, start: int) -> None:
@@ -226,22 +169,10 @@ class Learner(FakeProcess):
     @ray.method(concurrency_group="turn")
     def begin_start(self, name: str) -> None:
         self.note(f"the turn of {name}")
-        while self.told("has no turn to give"):
-            time.sleep(0.05)
 
     @ray.method(concurrency_group="control")
     def end_start(self, name: str) -> None:
         self.note(f"the turn of {name} ends")
-
-    @ray.method(concurrency_group="control")
-    def pause(self, waits_on: str) -> None:
-        self._pauses.add(waits_on)
-        self.note(f"learner waits on {waits_on}")
-
-    @ray.method(concurrency_group="control")
-    def go_on(self, waits_on: str) -> None:
-        self._pauses.discard(waits_on)
-        self.note(f"learner waits no longer on {waits_on}")
 
     @ray.method(concurrency_group="control")
     def evaluated(self) -> None:
@@ -258,13 +189,6 @@ class FakeReservation:
 
     gpus = 0.0
 
-    def __init__(self) -> None:
-        self.without_host: set[str] = set()
-        """The servers for which no host has room."""
-        self.left_s: dict[str, float] = {}
-        """The seconds until a server's host leaves."""
-        self.released: list[str] = []
-
     def options(self, process: str) -> dict[str, Any]:
         return {"num_cpus": 0}
 
@@ -272,48 +196,30 @@ class FakeReservation:
         return "10.0.0.9"
 
     def has_host(self, server: str) -> bool:
-        return server not in self.without_host
+        return True
 
-    async def find_place(self, server: str) -> None:
-        while server in self.without_host:
-            await asyncio.sleep(0.05)
-
-    def release(self, server: str) -> None:
-        self.released.append(server)
+    async def find_place(self, server: str) -> None: ...
 
     def seconds_left(self) -> dict[str, float]:
-        return dict(self.left_s)
+        return {}
 
 
 class FakeRun:
-    """A run with a supervisor in `folder`, whose processes do what the files there tell them.
-
-    Args:
-        servers: placement.rollout.servers.
-        evals: the number of evaluation servers. The first of them is told what to do as the rollout server after the
-            last one.
-        rollout: further settings of placement.rollout.
-    """
+    """A run with a supervisor in `folder`, whose processes do what the files there tell them."""
 
     def __init__(
-        self, folder: Path, servers: int | dict[str, int], ranks: int, timeouts: TimeoutsConfig,
-        colocated: bool = False, evals: int = 0, judges: int = 0, urls: Sequence[str] = (),
-        rollout: Mapping[str, Any] | None = None,
+        self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, colocated: bool = False
     ) -> None:
         self.folder = folder
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
-            placement={
-                "rollout": {"servers": servers, "max_restarts": 1, **(rollout or {})}, "eval": {"servers": evals},
-                "colocated": colocated, "judge": {"servers": judges},
-            },
-            judge={"path": "j" * judges}, rollout={"server_urls": list(urls)},
+            placement={"rollout": {"servers": servers, "max_restarts": 1}, "colocated": colocated},
             timeouts=timeouts, eval={"every_steps": 3},
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
-        self.log, self.reservation = RunLog(self.config), FakeReservation()
+        self.log, reservation = RunLog(self.config), cast(Reservation, FakeReservation())
         origin = Origin(os.getcwd(), self.config)
-        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, self.reservation), StopSignals(), origin)
+        self.processes = ActorGroup(self.config.run_dir, reservation, StopSignals(), origin)
         self.processes.start("buffer", Buffer, max_concurrency=4)
         for rank in range(ranks):
             threads = learner_threads(self.config)
@@ -329,22 +235,9 @@ class FakeRun:
         for each in what:
             (self.folder / each).touch()
 
-    def untell(self, *what: str) -> None:
-        for each in what:
-            (self.folder / each).unlink()
-
-    def ask(self, action: Action, name: str = "", number: int = 0, url: str = "", now: bool = False) -> None:
-        """Make a request about the servers, as `async-rl servers` does."""
-        request_servers(
-            self.config.run_dir, ServerRequest(action=action, name=name, number=number, url=url, now=now)
-        )
-
     def states(self) -> dict[str, str]:
         """The states of all servers, as status.json has them."""
         return {server.name: server.state for server in self.supervisor.watchdog.servers()}
-
-    def serving(self) -> list[str]:
-        return sorted(name for name, state in self.states().items() if state == "serving")
 
     def happened(self, *of: str) -> list[str]:
         """What the processes noted, in order: all, or the lines with one of some texts."""
@@ -355,7 +248,7 @@ class FakeRun:
     def has_noted(self, text: str) -> bool:
         return any(text in note for note in self.notes)
 
-    def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> Supervisor:
+    def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> None:
         async def revive_buffer(death: ProcessKilledError) -> None:
             if revive is None:
                 raise death
@@ -368,7 +261,6 @@ class FakeRun:
                 await self.processes.call(name, starting, limit, "the start")
 
         self.supervisor.train("tcp://buffer", revive_buffer, start_learner, self.processes.signals)
-        return self.supervisor
 
 
 def stop(actor: Any) -> int:

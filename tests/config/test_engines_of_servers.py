@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from async_rl.base.config import Config
-from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.seams import working_transports
 from async_rl.base.weights import open_publisher
@@ -27,13 +25,6 @@ def test_each_server_has_the_engine_of_its_place_in_the_list() -> None:
     first, second = (resolve(config, engine_of(config, f"rollout/{i}")).rollout for i in (0, 1))
     assert (first.engine, first.python, first.server_args) == ("sglang", "", {"log-level": "info"})
     assert (second.engine, second.python, second.server_args) == ("vllm", "/venv/bin/python", {})
-
-
-def test_without_a_list_all_servers_have_the_same_engine(tmp_path: Path) -> None:
-    config = load("rollout.engine=hf", "placement.rollout.servers=2")
-    assert config.engines == ("hf", "hf") and engine_of(config, "rollout/1") == {}
-    (tmp_path / "config.yaml").write_text(dump_config(load(*MIXED)))
-    assert load_config(tmp_path / "config.yaml").engines == ("sglang", "vllm", "sglang")
 
 
 @pytest.mark.parametrize(("second", "transport"), [("vllm", "cuda_ipc"), ("hf", "disk")])

@@ -49,25 +49,6 @@ def test_evaluation_servers_get_gpus_and_cores_beside_the_rollout_servers() -> N
     assert (pinned.placement.processes_per_node, pinned.placement.servers_per_node) == (3, 2)
 
 
-def test_evaluation_servers_are_on_the_nodes_of_the_rollout_servers() -> None:
-    learner, *rollout = host_demands(load(
-        "placement.learner.gpus_per_node=2", "placement.rollout={nodes: 2, servers: 2}", "placement.eval.servers=1",
-    ))
-    assert list(learner.gpus_of) == ["buffer", "learner/0", "learner/1"]
-    assert [list(demand.gpus_of) for demand in rollout] == [["rollout/0", "eval/0"], ["rollout/1"]]
-
-
-def test_two_nodes_of_eight_gpus_have_room_for_eight_servers_of_two_in_three_pools() -> None:
-    _, *rollout = host_demands(load(
-        "placement.learner.gpus_per_node=1", "placement.rollout={nodes: 2, servers: 6, tp: 2}",
-        "placement.eval.servers=1", "placement.judge={servers: 1, tp: 2}", "judge.path=m",
-    ))
-    assert [list(demand.gpus_of) for demand in rollout] == [
-        ["rollout/0", "rollout/1", "rollout/2", "eval/0"], ["rollout/3", "rollout/4", "rollout/5", "judge/0"],
-    ]
-    assert [demand.gpus for demand in rollout] == [8, 8]
-
-
 @pytest.mark.parametrize("counts", [(1, 1, 1), (3, 2, 0), (1, 0, 3), (2, 5, 4)])
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
 def test_servers_of_all_pools_are_dealt_so_that_no_node_has_two_more(nodes: int, counts: tuple[int, ...]) -> None:

@@ -30,11 +30,6 @@ def test_judge_servers_get_resources_but_no_weights() -> None:
     assert (demand.gpus, demand.cpus) == (7, 5)
 
 
-def test_a_judge_shares_the_only_gpu_of_a_host() -> None:
-    (demand,) = host_demands(load("judge.path=j", "placement.judge.servers=1"), 1)
-    assert demand.gpus_of["judge/0"] == demand.gpus_of["learner/0"] == 0.33
-
-
 def test_the_server_has_the_judges_model_and_flags() -> None:
     config = load(*JUDGE, "judge.server_args={context_length: 99}", "placement.judge.tp=4",
         "rollout.gpu_memory_utilization=0.5")

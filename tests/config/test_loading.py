@@ -87,12 +87,6 @@ def test_a_section_given_on_the_command_line_is_taken_as_a_whole(tmp_path: Path)
     assert (config.rollout.engine, config.rollout.group_size) == ("hf", 8)
 
 
-def test_a_list_of_any_length_is_read_and_written(tmp_path: Path) -> None:
-    config = load(tmp_path, MINIMAL, "model.lora.target_modules=[q_proj, k_proj, v_proj]")
-    assert config.model.lora.target_modules == ("q_proj", "k_proj", "v_proj")
-    assert "target_modules:\n    - q_proj\n" in dump_config(config)
-
-
 def test_a_number_of_servers_or_its_range_is_read_and_written(tmp_path: Path) -> None:
     for servers in ({"min": 1, "max": 3}, 3):
         config = load(tmp_path, MINIMAL + f"placement: {{rollout: {{servers: {json.dumps(servers)}}}}}\n")
@@ -104,11 +98,7 @@ def test_a_number_of_servers_or_its_range_is_read_and_written(tmp_path: Path) ->
     [
         ("stalenes.max=2", "staleness"), ("algorithm.clip.hgh=1", "algorithm.clip.high"),
         ("learner.group_size=4", "rollout.group_size"), ("lr=1e-3", "learner.lr"), ("rollout.zzz=1", "group_size"),
-        ("max_staleness=2", "staleness.max"), ("orchestrator.max_off_policy_steps=8", "staleness.max"),
-        ("rollout.max_head_offpolicyness=2", "staleness.max"), ("num_generations=8", "rollout.group_size"),
-        ("actor_rollout_ref.rollout.n=8", "rollout.group_size"), ("algorithm.beta=0.1", "algorithm.kl.coef"),
-        ("kl.coef=0.1", "algorithm.kl.coef"), ("clip={dual: 3.0}", "algorithm.clip.dual"),
-        ("rollout.server_url=http://h:1", "rollout.server_urls"),
+        ("num_generations=8", "rollout.group_size"), ("clip={dual: 3.0}", "algorithm.clip.dual"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path, override: str, nearest: str) -> None:
@@ -129,12 +119,8 @@ def test_names_of_other_frameworks_lead_to_keys_that_there_are() -> None:
     [
         ("staleness.max.x=2", "{'x': 2} (dict)"), ("staleness=2", "2 (int)"), ("staleness.max=two", "'two' (str)"),
         ("staleness.max=true", "True (bool)"), ("staleness.max=-1", "-1"), ("run.steps=1.5", "1.5 (float)"),
-        ("run.steps=", "nothing"), ("run.name=7", "7 (int)"), ("run.name=", "''"), ("run.name=..", "'..'"),
-        ("run.name=null", "nothing"), ("run.seed=-1", "-1"), ("run.seed=4294967296", "4294967296"),
-        ("run.seconds=.inf", "inf"), ("rollout.engine=trt", "'trt'"), ("learner.betas=[0.9]", "[0.9] (list)"),
-        ("learner.lr=fast", "'fast' (str)"), ("model.lora.target_modules=q_proj", "'q_proj' (str)"),
-        ("weight_sync.delta=1", "1 (int)"), ("critic.lr=.inf", "inf"), ("eval.temperature=-1", "-1"),
-        ("timeouts.push_s=.inf", "inf"), ("timeouts.buffer_s=1e7", "10000000.0"), ("task.params={1: 2}", "1 (int)"),
+        ("run.steps=", "nothing"), ("run.name=7", "7 (int)"), ("run.name=..", "'..'"), ("run.seed=-1", "-1"),
+        ("learner.betas=[0.9]", "[0.9] (list)"), ("critic.lr=.inf", "inf"), ("task.params={1: 2}", "1 (int)"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key_and_the_place(tmp_path: Path, override: str, got: str) -> None:
@@ -150,22 +136,11 @@ def test_what_is_no_override_is_refused_with_its_text(tmp_path: Path, override: 
     assert repr(override) in error_of(tmp_path, MINIMAL, override)
 
 
-MAY_BE_INFINITE = (
-    "algorithm.clip.high", "algorithm.correction.cap", "algorithm.correction.masks.token",
-    "algorithm.correction.masks.sequence", "algorithm.correction.masks.geometric", "learner.grad_clip",
-)
-
-
-@pytest.mark.parametrize("key", MAY_BE_INFINITE)
+@pytest.mark.parametrize("key", ["algorithm.clip.high", "algorithm.correction.masks.token", "learner.grad_clip"])
 def test_a_limit_may_be_infinite_but_not_nan(tmp_path: Path, key: str) -> None:
     bound = "[0.5, {}]" if ".masks." in key else "{}"
     assert "inf" in dump_config(load(tmp_path, MINIMAL, f"{key}={bound.format('.inf')}"))
     assert f"{key} " in error_of(tmp_path, MINIMAL, f"{key}={bound.format('.nan')}")
-
-
-def test_an_unknown_key_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
-    message = error_of(tmp_path, MINIMAL + "placement: {learner: {rank: 2}}\n")
-    assert all(each in message for each in ("placement.learner.rank ", f"{tmp_path}/config.yaml:3", "learner.ranks"))
 
 
 def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
@@ -190,11 +165,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
         load_config(tmp_path)
-
-
-def test_words_that_yaml_1_1_takes_for_booleans_and_dates_stay_text(tmp_path: Path) -> None:
-    for word in ("off", "no", "y", "2026-01-31", "1e", "e5", "."):
-        assert load(tmp_path, MINIMAL, f"logging.project={word}").logging.project == word
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
@@ -233,14 +203,6 @@ def test_an_error_names_the_line_of_the_file(tmp_path: Path, text: str, place: s
     assert message.startswith(f"{key} ") and f" ({tmp_path}/{place})" in message, message
 
 
-def test_an_error_names_the_override_or_the_preset_and_no_place_for_a_default(tmp_path: Path) -> None:
-    text = MINIMAL + "weight_sync:\n  every_steps: 1\n"
-    assert "got 0 (override)" in error_of(tmp_path, text, "weight_sync.every_steps=0")
-    assert "got 'in_place'." in error_of(tmp_path, text, "staleness.mode=exact")
-    message = error_of(tmp_path, text, "algorithm.preset=gspo", "algorithm.advantage=gae")
-    assert message.startswith("algorithm.loss ") and "got 'gspo' (preset gspo)" in message
-
-
 def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, MINIMAL, "run.steps=0", "learner.lr=-1", "eval.sizes=3")
@@ -250,9 +212,8 @@ def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("algorithm.aggregation=tokenmean", "token_mean"), ("algorithm.loss=ppo_klip", "ppo_clip"),
-        ("algorithm.advantage=gro", "grpo"), ("algorithm.correction.kind=tokentis", "token_tis"),
-        ("weight_sync.transport=dsk", "disk"), ("algorithm.preset=icepop2", "icepop"),
+        ("algorithm.aggregation=tokenmean", "token_mean"), ("algorithm.advantage=gro", "grpo"),
+        ("weight_sync.transport=dsk", "disk"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, override: str, named: str) -> None:
@@ -269,7 +230,7 @@ def test_a_part_from_outside_that_is_not_there_or_no_entry_is_refused_at_its_key
 
 @pytest.mark.parametrize(("text", "value"), [
     ("010", 10), ("007", 7), ("-08", -8), ("+5", 5), ("100_000", 100_000), ("0", 0), ("0x1F", 31), ("0o17", 15),
-    ("12:30", "12:30"), ("1:30:00", "1:30:00"), ("1_a", "1_a"), ("2026-01-31", "2026-01-31"),
+    ("12:30", "12:30"), ("1_a", "1_a"), ("2026-01-31", "2026-01-31"), ("no", "no"), ("off", "off"), ("e5", "e5"),
 ])
 def test_values_are_read_as_in_yaml_1_2(text: str, value: object) -> None:
     found = read_yaml(f"a: {text}")[0]["a"]

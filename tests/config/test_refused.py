@@ -115,7 +115,11 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("weight_sync.every_steps", "weight_sync.every_steps=2", "staleness.max=2"),
         ("buffer.max_uses", "staleness.max=2", "buffer.max_uses=2", "buffer.fresh_fraction=0.5"),
     ],
-    BEST: [("eval.num_prompts", "eval.num_prompts=0"), ("task.eval_path", "task={path: x.jsonl}")],
+    BEST: [
+        ("eval.num_prompts", "eval.num_prompts=0"), ("task.eval_path", "task={path: x.jsonl}"),
+        ("checkpoint.every_steps", "eval.every_steps=4"), ("checkpoint.every_steps", "eval.every_steps=0"),
+        ("checkpoint.every_steps", "checkpoint.every_steps=5", "weight_sync.every_steps=2", "staleness.max=1"),
+    ],
     STAGED: [
         ("weight_sync.double_buffer", "rollout.engine=hf", "weight_sync.double_buffer=host"),
         ("weight_sync.double_buffer", "placement.rollout={servers: 2, engines: [hf, sglang]}",
@@ -183,10 +187,10 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
     ],
     ("rollout.server_urls=[http://there]", "weight_sync.on_update=retract"): [
         ("rollout.server_urls[0]", f"rollout.server_urls=['{url}']") for url in (
-            "nonsense", "there:30000", "ftp://there", "http://", "http://127.0.0.1:abc", "http://h:99999",
-            "http://a:b@h", "http://h h:3", "http://127.0.0.1:3/ ", "http://h:3/?x=1", "http://h:3/#a", "http://h:3?",
+            "there:30000", "ftp://there", "http://127.0.0.1:abc", "http://h:99999", "http://a:b@h", "http://h h:3",
+            "http://h:3/?x=1", "http://h:3/#a",
         )
-    ] + [("rollout.server_urls[0]", 'rollout.server_urls=["http://h:3\\n"]')],
+    ],
     ("placement.rollout.servers={min: 1, max: 4}",): [
         *(("placement.rollout.servers", f"placement.rollout.servers={servers}") for servers in (
             "{min: 5, max: 4}", "{min: 1}", "{max: 4}", "{}", "{min: 1, max: 2, mean: 1}", "0", "many",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from async_rl.base.config import TaskConfig
-from async_rl.base.config.loading import dump_config, load_config
+from async_rl.base.config.loading import load_config
 
 BASE = ["model.path=x", "task.path=x.jsonl", "rollout.engine=hf"]
 SEVERAL = "task.rewards=[{reward: gsm8k}, {name: short, reward: 'my:SHORT', weight: -0.5, params: {limit: 3}}, {}]"
@@ -19,12 +17,6 @@ def test_rewards_are_named_by_their_function_unless_they_have_a_name() -> None:
     assert config.task.reward_names == "gsm8k, my:SHORT, the task's own"
     alone = load_config(None, [*BASE, "task.reward=my_rewards:score"])
     assert [each.name for each in alone.task.named_rewards] == ["score"]
-
-
-def test_the_rewards_of_a_run_are_in_its_resolved_configuration(tmp_path: Path) -> None:
-    config = load_config(None, [*BASE, SEVERAL])
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_an_environment_gives_the_rewards_to_which_named_ones_are_added() -> None:

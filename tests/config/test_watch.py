@@ -50,11 +50,6 @@ def test_a_gold_reward_needs_held_out_answers_and_no_second_one() -> None:
     assert refused(**gold, task={"name": "", "path": "x.jsonl"}) == "task.eval_path"
 
 
-def test_each_rollback_halves_the_learning_rate_and_doubles_the_kl_coefficient() -> None:
-    factors = [make_config(watch={"rollbacks": count}).watch for count in (0, 1, 2)]
-    assert [each.kl_factor for each in factors] == [1.0, 2.0, 4.0]
-
-
 @pytest.mark.parametrize(
     ("settings", "needed"),
     [

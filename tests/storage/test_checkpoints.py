@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rl.base.config import CheckpointConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import (
-    FORMAT,
     checkpoint_folder,
     find_checkpoint,
-    lineage_of,
     list_checkpoints,
-    prune,
     read_training_state,
     run_dir_of,
     to_remove,
     write_training_state,
 )
 from async_rl.base.run_dir.resuming import rename_later
-from tests.kit.configs import make_config
 from tests.kit.runs import make_checkpoint, training_state
 
 
@@ -73,21 +67,6 @@ def test_a_checkpoint_outside_of_a_run_directory_is_refused(tmp_path: Path) -> N
     shutil.copytree(checkpoint_folder(tmp_path / "run", 5), copied)
     with pytest.raises(ConfigError, match=f"got {copied}"):
         find_checkpoint(copied)
-
-
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, 7)
-    file = checkpoint_folder(tmp_path, 7) / "training_state.json"
-    for other in ({"format": 0}, {"format": FORMAT + 1}):
-        file.write_text(json.dumps(json.loads(file.read_text()) | other))
-        with pytest.raises(ConfigError, match=f"format {FORMAT}, got ."):
-            read_training_state(file.parent)
-    file.write_text('{"version": 7}')
-    with pytest.raises(ConfigError, match="got None"):
-        read_training_state(file.parent)
-    file.rename(file.with_name("cut.json"))  # as format 1 called it
-    with pytest.raises(ConfigError, match=f"format {FORMAT}, got 1"):
-        read_training_state(find_checkpoint(tmp_path))
 
 
 def cut_short(file: Path) -> None:
@@ -139,20 +118,6 @@ def test_the_last_and_the_best_are_kept(
     assert to_remove([1, 2, 3, 4, 5], config, values) == removed
 
 
-def test_pruning_removes_folders(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3)
-    prune(tmp_path, CheckpointConfig(keep_last=1), {})
-    assert list(list_checkpoints(tmp_path)) == [3]
-
-
-def test_a_resume_from_an_older_checkpoint_renames_the_later_ones(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3)
-    (tmp_path / "checkpoints" / "step_4.partial").mkdir()
-    rename_later(checkpoint_folder(tmp_path, 2), version=2, lineage=0)
-    assert list(list_checkpoints(tmp_path)) == [1, 2]
-    assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3.lineage_0"]
-
-
 def test_a_checkpoint_that_a_resume_has_set_aside_is_exported_but_not_resumed(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     rename_later(checkpoint_folder(tmp_path, 1), version=1, lineage=0)
@@ -164,29 +129,3 @@ def test_a_checkpoint_that_a_resume_has_set_aside_is_exported_but_not_resumed(tm
     assert find_checkpoint(folder, resumes=False) == folder
     (tmp_path / ".resuming").write_text("lineage_0 1 models")
     assert find_checkpoint(folder) == folder, "the next resume puts it back"
-
-
-def test_the_number_of_resumes_is_the_largest_of_the_files_that_they_have_set_aside(tmp_path: Path) -> None:
-    assert lineage_of(tmp_path) == 0
-    for name in ("config.lineage_0.yaml", "config.lineage_10.yaml", "config.lineage_x.yaml"):
-        (tmp_path / name).touch()
-    assert lineage_of(tmp_path) == 11
-    for number, name in enumerate(("trajectories.{}.sqlite-payloads", "checkpoints/step_3.{}", "models/step_3.{}"), 11):
-        (tmp_path / name.format(f"lineage_{number}")).mkdir(parents=True)
-        assert lineage_of(tmp_path) == number + 1
-
-
-def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:
-    make_config(checkpoint={"every_steps": 40, "keep_best": 1}, eval={"every_steps": 20})
-    for every_steps, evals in ((40, 30), (40, 0), (20, 40)):
-        with pytest.raises(ConfigError, match=r"^checkpoint\.every_steps .*eval\.every_steps"):
-            make_config(checkpoint={"every_steps": every_steps, "keep_best": 1}, eval={"every_steps": evals})
-
-
-def test_a_run_does_not_start_if_a_best_checkpoint_may_be_between_two_pushes() -> None:
-    settings: dict[str, Any] = {
-        "eval": {"every_steps": 5}, "weight_sync": {"every_steps": 2}, "staleness": {"max": 1},
-    }  # fmt: skip
-    make_config(checkpoint={"every_steps": 5, "keep_best": 0}, **settings)
-    with pytest.raises(ConfigError, match=r"^checkpoint\.every_steps .*got 5"):
-        make_config(checkpoint={"every_steps": 5, "keep_best": 1}, **settings)

@@ -15,14 +15,14 @@ from huggingface_hub import constants
 from async_rl.base.config import Config
 from async_rl.base.config.loading import dump_config, load_config
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.fetching import find_files, located, pinned
+from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.hub import (
     NotInCacheError,
     cached_folder,
     check_login,
     upload_model,
 )
-from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, SERVER_KEYS, absolute_paths, find_model
+from async_rl.base.models_and_data.hub_names import find_model
 from async_rl.base.models_and_data.model_folder import check_model_folder
 from tests.kit.configs import make_config
 from tests.kit.hub import HubServer, open_hub, use_hub
@@ -83,15 +83,6 @@ def test_what_is_in_the_cache_is_neither_downloaded_nor_asked_for(hub: HubServer
     assert hub.requests == before
 
 
-def test_every_model_of_a_run_may_have_a_name_and_share_a_folder(hub: HubServer) -> None:
-    kinds = ["critic.path", "reference.path", "reward_model.path"]
-    uses = ("algorithm.advantage=gae", "algorithm.kl.kind=k2_loss")
-    config = located(pinned(config_of(NAME, *uses, *(f"{key}={NAME}" for key in kinds))))
-    paths = [config.model.path, config.critic.path, config.reference.path, config.reward_model.path]
-    assert len(set(paths)) == 1 and Path(paths[0]).is_dir()
-    assert set(hub.downloads.values()) == {1}
-
-
 def test_a_revision_is_a_branch_or_a_commit(hub: HubServer) -> None:
     first, files = next(iter(hub.models[NAME].commits.items()))
     second = hub.models[NAME].commit({**files, "generation_config.json": b"{}"}, branch="v2")
@@ -99,14 +90,6 @@ def test_a_revision_is_a_branch_or_a_commit(hub: HubServer) -> None:
     assert folder_of(f"{NAME}@v2").name == folder_of(f"hf://{NAME}@{second}").name == second
     with pytest.raises(ConfigError, match=r"^model\.path"):
         folder_of(f"{NAME}@v3")
-
-
-def test_a_name_keeps_its_commit_when_the_branch_moves_on(hub: HubServer) -> None:
-    config = pinned(config_of(NAME))
-    before, files = next(iter(hub.models[NAME].commits.items()))
-    after = hub.models[NAME].commit({**files, "generation_config.json": b"{}"})
-    assert located(config).model.path.endswith(before)
-    assert folder_of(NAME).name == after
 
 
 @pytest.mark.parametrize("offline", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
@@ -155,13 +138,6 @@ def test_a_token_opens_a_gated_model(hub: HubServer, monkeypatch: pytest.MonkeyP
     hub.models[NAME].is_gated = True
     monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
     assert (folder_of(NAME) / "config.json").is_file()
-
-
-@pytest.mark.parametrize("status", [403, 418])
-def test_another_refusal_of_the_hub_is_an_error_of_the_setting(hub: HubServer, status: int) -> None:
-    hub.status = status
-    with pytest.raises(ConfigError, match=r"^model\.path"):
-        folder_of(NAME)
 
 
 @pytest.mark.parametrize("name", [
@@ -217,33 +193,6 @@ def test_processes_of_a_host_download_once(hub: HubServer, tmp_path: Path) -> No
     assert set(hub.downloads.values()) == {1}
 
 
-def test_a_download_can_be_ended_and_goes_on_later(hub: HubServer) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    config = pinned(config_of(NAME))
-    with pytest.raises(KeyboardInterrupt):
-        located(config, check=interrupt)
-    assert check_model_folder(located(config).model.path, 100) is not None
-
-
-def test_a_host_has_or_fetches_the_files_of_its_processes(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "rows-1.jsonl").write_text("{}")
-    config = pinned(config_of(NAME, "task.name=", f"task.path={tmp_path}/rows-*.jsonl", "eval.num_prompts=0"))
-    find_files(config, SERVER_KEYS)
-    assert hub.downloads["model.safetensors"] == 1
-    (tmp_path / "rows-1.jsonl").unlink()
-    with pytest.raises(ConfigError, match=rf"{config.network.host} .*{tmp_path}/rows-\*\.jsonl.*task\.path"):
-        find_files(config, SERVER_KEYS)
-    find_files(config, LEARNER_KEYS)
-
-
-def test_local_names_can_be_told_from_those_of_the_hub_on_every_host(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "Qwen" / "mine").mkdir(parents=True)
-    assert absolute_paths(config_of("Qwen/mine")) == {"model.path": f"{tmp_path}/Qwen/mine"}
-    assert absolute_paths(config_of(f"hf://{NAME}")) == {}
-
-
 @pytest.fixture
 def trained(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a trained model, and a token with which it may be uploaded."""
@@ -273,11 +222,6 @@ def test_a_failed_upload_is_noted_with_the_command_that_tries_again(hub: HubServ
     notes: list[str] = []
     upload_model(UPLOADS, trained, notes.append)
     assert notes[0].endswith(f"hf upload me/my-model {trained}")
-
-
-def test_nothing_is_uploaded_unless_it_is_asked_for_and_there_is_a_model(hub: HubServer, trained: Path) -> None:
-    upload_model(UPLOADS, trained / "none", [].append)
-    assert not hub.requests
 
 
 def test_an_upload_without_a_token_is_refused_before_the_run(

@@ -14,11 +14,11 @@ import pytest
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.fetching import pinned
-from async_rl.base.models_and_data.hub import NotInCacheError, data_files
+from async_rl.base.models_and_data.hub import data_files
 from async_rl.base.models_and_data.hub_names import find_data, hub_repos
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
-from tests.kit.hub import HubServer, open_hub, use_hub
+from tests.kit.hub import HubServer, open_hub
 
 GSM8K = "openai/gsm8k"
 CARD = """---
@@ -93,14 +93,6 @@ def test_held_out_prompts_are_of_the_split_test_unless_the_name_says_more(hub: H
     assert (task.num_prompts, [prompt.question.ground_truth for prompt in task.eval_prompts()]) == (3, ["5"])
 
 
-def test_the_default_of_a_card_is_the_usual_config(hub: HubServer) -> None:
-    hub.add_dataset("some/data", {
-        "README.md": CARD.replace("- config_name: socratic\n", "- config_name: socratic\n  default: true\n").encode(),
-        **{f"{config}/train-00000-of-00001.parquet": parquet(question(1)) for config in ("main", "socratic")},
-    })  # fmt: skip
-    assert files_of("hf://some/data") == ["socratic/train-00000-of-00001.parquet"]
-
-
 def test_a_card_may_name_a_folder_or_cross_folders(hub: HubServer) -> None:
     card = "---\nconfigs:\n- config_name: a\n  data_dir: one\n- config_name: b\n  data_files: '**/*.jsonl'\n---\n"
     files = {"README.md": card.encode(), "one/x.jsonl": b"{}", "two/deep/y.jsonl": b"{}", "z.jsonl": b"{}"}
@@ -132,17 +124,6 @@ def test_the_task_reads_gsm8k_as_it_is_on_the_hub(hub: HubServer) -> None:
     assert prompts[2].question.solution == "It is 3 + 1 = 4.\n#### 4"
     assert [prompt.question.ground_truth for prompt in task.eval_prompts()] == ["5"]
     assert task.verify(prompts[1].question, "so it is\n#### 1,234") == 1.0
-
-
-def test_the_task_reads_the_cache_without_the_hub(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    names = f"hf://{GSM8K}:main/train", f"hf://{GSM8K}:main/test"
-    assert task_of(*names).num_prompts == 3
-    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
-    assert task_of(*names).num_prompts == 3
-    with pytest.raises(NotInCacheError):
-        task_of(f"hf://{GSM8K}:socratic/train", names[1])
 
 
 def test_a_data_set_without_a_card_has_the_splits_of_its_file_names(hub: HubServer) -> None:

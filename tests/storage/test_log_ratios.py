@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from async_rl.base.config.loading import load_config
 from async_rl.base.run_dir.log_ratio_file import (
     FOLDER,
-    MAX_WAITING,
     LogRatioWriter,
     StepLogRatios,
     link_past,
@@ -102,18 +98,6 @@ def test_a_resume_takes_the_files_up_to_its_checkpoint_over(tmp_path: Path) -> N
     assert read_log_ratios(tmp_path, 2, 7, 2) is not None
 
 
-def test_files_are_copied_where_the_disk_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, range(1, 2))
-    (tmp_path / FOLDER).rename(tmp_path / "trajectories.lineage_0.sqlite-log-ratios")
-
-    def refuse(*_: object) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-    link_past(tmp_path, lineage=0, version=1)
-    assert read_log_ratios(tmp_path, 1, 7, 2) is not None
-
-
 def test_a_disk_that_fails_ends_the_writing_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,22 +106,3 @@ def test_a_disk_that_fails_ends_the_writing_and_nothing_else(
     writer.write(2, ratios())
     writer.close()
     assert capsys.readouterr().err.count("missing") == 1
-
-
-def test_steps_are_left_out_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_end, save = threading.Event(), threading.Event(), np.savez
-
-    def wait(file: Any, **arrays: Any) -> None:
-        began.set()
-        may_end.wait(60)
-        save(file, **arrays)
-
-    monkeypatch.setattr(np, "savez", wait)
-    writer = LogRatioWriter(tmp_path, 0, -1)
-    writer.write(0, ratios())
-    began.wait(60)
-    for step in range(1, MAX_WAITING + 3):
-        writer.write(step, ratios())
-    may_end.set()
-    writer.close()
-    assert names(tmp_path) == [f"step_{step}.rank_0.npz" for step in range(MAX_WAITING + 1)]

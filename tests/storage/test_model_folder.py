@@ -11,20 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, Mamba2Config
+from transformers import AutoConfig
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import check_model_folder, check_trainable, end_tokens, load_tokenizer
 from async_rl.base.models_and_data.model_writing import written_whole
-from learner.models.tiny_model import character_tokenizer, tiny_model
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("tiny-qwen2", seed=0).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def edit_json(name: str, **changes: object) -> Callable[[Path], None]:
@@ -48,9 +39,9 @@ def write(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
-def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
-    check_model_folder(good, longest_tokens=1024)
-    tokenizer = load_tokenizer(good)
+def test_a_good_folder_passes_and_its_tokenizer_loads(tiny_model: Path) -> None:
+    check_model_folder(tiny_model, longest_tokens=1024)
+    tokenizer = load_tokenizer(tiny_model)
     assert tokenizer.decode(tokenizer.encode("ab c", add_special_tokens=False)) == "ab c"
 
 
@@ -60,12 +51,9 @@ def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
         (remove("config.json"), "config.json"),
         (write("config.json", "{"), "config.json"),
         (edit_json("config.json", architectures=["BertForMaskedLM"]), "got BertForMaskedLM"),
-        (write("config.json", "[]"), "config.json"),
-        (edit_json("config.json", max_position_embeddings="many"), "max_position_embeddings"),
         (edit_json("config.json", max_position_embeddings=None), "max_position_embeddings"),  # of a Qwen2
         (remove("model.safetensors"), "*.safetensors"),
         (write("model.safetensors.index.json", '{"weight_map": {"w": "part-2.safetensors"}}'), "part-2.safetensors"),
-        (write("model.safetensors.index.json", "[]"), "model.safetensors.index.json"),
         (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
         (write("tokenizer.json", "{}"), "tokenizer"),
         (edit_json("config.json", vocab_size=50), "vocab_size is 50"),
@@ -73,61 +61,30 @@ def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
     ],
 )
 def test_a_broken_folder_is_refused_with_the_reason(
-    good: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
+    tiny_model: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
 ) -> None:
     folder = tmp_path / "broken"
-    shutil.copytree(good, folder)
+    shutil.copytree(tiny_model, folder)
     damage(folder)
     with pytest.raises(ConfigError, match=re.escape(part)):
         check_model_folder(folder)
 
 
-def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> None:
+def test_sequences_longer_than_the_models_positions_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"at most 1024.* got 1025"):
-        check_model_folder(good, longest_tokens=1025)
+        check_model_folder(tiny_model, longest_tokens=1025)
 
 
-def test_a_model_without_a_number_of_positions_is_accepted(good: Path, tmp_path: Path) -> None:
-    shutil.copytree(good, tmp_path / "model")
-    content = json.loads((good / "config.json").read_text())
-    del content["max_position_embeddings"]
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**content, "text_config": None}))
-    check_model_folder(tmp_path / "model", longest_tokens=10_000)
-
-
-def test_the_end_tokens_are_collected_from_all_files(good: Path, tmp_path: Path) -> None:
-    assert end_tokens(good) == [2]  # <eos> of the character tokenizer
+def test_the_end_tokens_are_collected_from_all_files(tiny_model: Path, tmp_path: Path) -> None:
+    assert end_tokens(tiny_model) == [2]  # <eos> of the character tokenizer
     folder = tmp_path / "model"
-    shutil.copytree(good, folder)
+    shutil.copytree(tiny_model, folder)
     edit_json("generation_config.json", eos_token_id=[5, 3])(folder)
     assert end_tokens(folder) == [2, 3, 5]
     (folder / "generation_config.json").unlink()
     nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "eos_token_id": 9}}
     (folder / "config.json").write_text(json.dumps(nested))
     assert end_tokens(folder) == [2, 9]
-
-
-def test_a_model_without_attention_is_refused_before_anything_starts(good: Path, tmp_path: Path) -> None:
-    shutil.copytree(good, tmp_path / "model")
-    mamba = Mamba2Config(vocab_size=1024, hidden_size=64, num_heads=8, head_dim=16)
-    mamba.architectures = ["Mamba2ForCausalLM"]
-    mamba.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"num_attention_heads.* got model_type mamba2"):
-        check_model_folder(tmp_path / "model")
-
-
-@pytest.mark.parametrize(("folder", "hint"), [
-    ("models/Qwen2.5-0.5B", "OWNER/Qwen2.5-0.5B"), ("models/there/Qwen2.5-0.5B", "OWNER/Qwen2.5-0.5B"),
-    ("runs/mine", "async-rl sft CONFIG"),
-])
-def test_a_missing_folder_of_models_may_be_on_the_hub_under_another_name(
-    folder: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=f"{hint}$"):
-            check_model_folder(folder)
-        Path(folder).parent.mkdir(parents=True, exist_ok=True)  # other models are there
 
 
 def test_a_model_that_fine_tuning_has_not_finished_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -165,8 +122,7 @@ def folder_of(path: Path, model_type: str, weight: str = "lm_head.weight", **cha
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [
-    ("llama", {}), ("qwen2", {}), ("qwen3", {}), ("mistral", {}), ("gemma3_text", {}), ("phi3", {"pad_token_id": 0}),
-    ("olmo2", {}), ("gpt_neox", {}), ("gpt2", {}), ("granite", {"logits_scaling": 1.0}),
+    ("llama", {}), ("qwen3", {}), ("gemma3_text", {}), ("gpt2", {}), ("granite", {"logits_scaling": 1.0}),
 ])
 def test_a_model_with_a_plain_head_can_be_trained(model_type: str, changes: dict[str, object], tmp_path: Path) -> None:
     check_trainable(folder_of(tmp_path, model_type, **changes))

@@ -10,42 +10,20 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import logging
 
 from async_rl.base.config import LoraConfig, ModelConfig
 from async_rl.base.errors import ConfigError
-from async_rl.base.models_and_data.model_loading import load_without_weights, quiet_loading
+from async_rl.base.models_and_data.model_loading import load_without_weights
 from async_rl.run.before_start.preflight import input_checks
 from learner.memory.sizes import networks_of
 from learner.stages.sft import base_tokenizer
 from rollout_server.worker.eval_command import evaluate_model
 from tests.kit.configs import make_config
-from tests.kit.models import save_tiny_model
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny_model("tiny-qwen2", folder, seed=0)
-    return folder
-
-
-def test_loading_quietly_writes_nothing_and_leaves_transformers_as_it_was(
-    good: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    logging.enable_progress_bar()
-    with quiet_loading():
-        AutoModelForCausalLM.from_pretrained(good)
-        logging.get_logger("transformers").warning("clean_up_tokenization_spaces")
-    assert capfd.readouterr() == ("", "")
-    assert logging.is_progress_bar_enabled()
-    AutoModelForCausalLM.from_pretrained(good)
-    assert "Loading weights" in capfd.readouterr().err
 
 
 def check(folder: Path, key: str = "model.path") -> None:
@@ -64,22 +42,22 @@ def saved(kind: str, folder: Path, head: Any = AutoModelForCausalLM, **settings:
     return folder
 
 
-def changed(good: Path, folder: Path, **changes: Any) -> Path:
-    shutil.copytree(good, folder)
-    content = json.loads((good / "config.json").read_text())
+def changed(tiny_model: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(tiny_model, folder)
+    content = json.loads((tiny_model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
     return folder
 
 
-def test_a_good_model_may_be_policy_reference_and_critic(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_good_model_may_be_policy_reference_and_critic(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for key in ("model.path", "reference.path", "critic.path"):
-        check(good, key)
-    check_learner(good, rank=2)
+        check(tiny_model, key)
+    check_learner(tiny_model, rank=2)
     assert capfd.readouterr() == ("", "")  # no progress bars, no tables of weights
 
 
-def test_weights_of_another_shape_than_config_json_says_are_refused(good: Path, tmp_path: Path) -> None:
-    folder = changed(good, tmp_path / "model", intermediate_size=7)
+def test_weights_of_another_shape_than_config_json_says_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = changed(tiny_model, tmp_path / "model", intermediate_size=7)
     with pytest.raises(ConfigError, match=r"^model\.path .*: 6 weights .*: model\.layers\.0\.mlp.down_proj.weight"):
         check(folder)
     config = make_config(folder, sft={"base": str(folder)})
@@ -89,20 +67,22 @@ def test_weights_of_another_shape_than_config_json_says_are_refused(good: Path, 
         base_tokenizer(config)
 
 
-def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(good: Path, tmp_path: Path) -> None:
-    deeper = changed(good, tmp_path / "deep", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    deeper = changed(tiny_model, tmp_path / "deep", num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with pytest.raises(ConfigError, match=r"^model\.path .* 12 weights .*: model\.layers\.2\.input_layernorm"):
         check(deeper)
     with pytest.raises(ConfigError, match=r"^reward_model\.path .* 1 weights .*: score.weight"):
-        check(good, "reward_model.path")
+        check(tiny_model, "reward_model.path")
     check(saved("qwen2", tmp_path / "judge", AutoModelForSequenceClassification, num_labels=1), "reward_model.path")
 
 
 @pytest.mark.parametrize("kind", ["mpnet", "modernbert"])
-def test_an_encoder_of_rewards_has_an_attention_of_its_own(good: Path, tmp_path: Path, kind: str) -> None:
+def test_an_encoder_of_rewards_has_an_attention_of_its_own(tiny_model: Path, tmp_path: Path, kind: str) -> None:
     folder = saved(kind, tmp_path, AutoModelForSequenceClassification, num_labels=1)
     for attention in ("sdpa", "flex_attention"):
-        model = {"path": str(good), "attn_implementation": attention}
+        model = {"path": str(tiny_model), "attn_implementation": attention}
         config = make_config(
             model=model, reward_model={"path": str(folder)}, rollout={"max_response_tokens": 32},
             task={"name": "reasoning_gym/chain_sum", "max_prompt_tokens": 64},

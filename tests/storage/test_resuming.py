@@ -84,18 +84,6 @@ def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(st
     assert files(tmp_path / "killed" / "run") == before
 
 
-def test_an_undone_resume_that_left_the_models_alone_costs_none(stopped: Config, tmp_path: Path) -> None:
-    """Versions of this program that set aside no models have begun such resumes."""
-    killed, before = tmp_path / "killed" / "run", files(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), opened_run(stopped) as opened:
-        shutil.copytree(opened.run_dir, killed)
-        raise KeyboardInterrupt
-    (killed / "models" / "step_2.lineage_0").rename(killed / "models" / "step_2")
-    (killed / ".resuming").write_text("lineage_0 1")
-    undo_resume(killed)
-    assert files(killed) == before
-
-
 @pytest.mark.parametrize("name", ["step_2", "step_2.lineage_0"])
 def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
     stopped: Config, tmp_path: Path, name: str
@@ -113,12 +101,6 @@ def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
     check_newest(killed)
 
 
-def test_a_run_directory_that_takes_no_lock_file_is_not_resumed(stopped: Config, tmp_path: Path) -> None:
-    (tmp_path / "run" / ".lock").mkdir()
-    with pytest.raises(ConfigError, match="got Is a directory"), opened_run(stopped):
-        raise AssertionError("it has no lock")
-
-
 @pytest.mark.parametrize("marker", ["", "lineage_0"])
 def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
     stopped: Config, tmp_path: Path, marker: str
@@ -127,19 +109,6 @@ def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
     (tmp_path / "run" / ".resuming").write_text(marker)
     with pytest.raises(KeyboardInterrupt), opened_run(stopped):
         raise KeyboardInterrupt
-    assert files(tmp_path / "run") == before
-
-
-def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
-    stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    before = files(tmp_path / "run")
-    monkeypatch.setattr(Path, "write_text", fill)
-    with pytest.raises(OSError, match="No space left"), opened_run(stopped):
-        raise AssertionError("nothing was written")
     assert files(tmp_path / "run") == before
 
 
@@ -207,18 +176,13 @@ def test_a_resume_with_another_model_is_refused(stopped: Config, tmp_path: Path)
 def test_a_resume_with_another_alpha_than_that_of_its_adapters_is_refused(stopped: Config, tmp_path: Path) -> None:
     first = changed(stopped, model={"lora": LoraConfig(rank=2, alpha=32.0)})
     write_config(first)
-    for _ in range(2):
-        with opened_run(first) as opened:
-            write_config(opened)
-        before = files(tmp_path / "run")
-        other = changed(first, model={"lora": LoraConfig(rank=2, alpha=16.0)})
-        with pytest.raises(ConfigError, match=r"^model\.lora\.alpha must be 32.* got 16\.0"), opened_run(other):
-            raise AssertionError("its adapters would weigh half as much")
-        assert files(tmp_path / "run") == before
-    write_config(other)  # as of a later lineage, by a version of this program that let a resume change it
-    (tmp_path / "run" / "config.lineage_0.yaml").unlink()
-    with opened_run(first):
-        pass
+    with opened_run(first) as opened:
+        write_config(opened)
+    before = files(tmp_path / "run")
+    other = changed(first, model={"lora": LoraConfig(rank=2, alpha=16.0)})
+    with pytest.raises(ConfigError, match=r"^model\.lora\.alpha "), opened_run(other):
+        raise AssertionError("its adapters would weigh half as much")
+    assert files(tmp_path / "run") == before
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:

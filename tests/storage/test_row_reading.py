@@ -15,20 +15,13 @@ from async_rl.base.models_and_data.model_loading import usable_positions
 from async_rl.run.before_start.preflight import check_inputs, input_checks
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
-from tests.kit.models import save_bare_reward_model, save_tiny_model
+from tests.kit.models import save_bare_reward_model
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
 KEYS = ("critic.path", "reference.path")
 TOKENS = 100
 """The character tokenizer has 4 special tokens, 10 digits, 52 letters, 32 signs, the space and the end of a line."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "model"
-    save_tiny_model("tiny-qwen2", folder, seed=0)
-    return folder
 
 
 def check(policy: Path, key: str, other: Path, **sections: object) -> None:
@@ -48,18 +41,18 @@ def resized(policy: Path, folder: Path, rows: int) -> Path:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_model_with_fewer_embeddings_than_the_policy_has_tokens_is_refused(
-    key: str, policy: Path, tmp_path: Path
+    key: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    check(policy, key, resized(policy, tmp_path / "enough", TOKENS))
+    check(tiny_model, key, resized(tiny_model, tmp_path / "enough", TOKENS))
     with pytest.raises(ConfigError, match=f"^{key} .*got 99"):
-        check(policy, key, resized(policy, tmp_path / "other", TOKENS - 1))
+        check(tiny_model, key, resized(tiny_model, tmp_path / "other", TOKENS - 1))
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_model_whose_tokenizer_gives_an_id_to_another_token_is_refused(
-    key: str, policy: Path, tmp_path: Path
+    key: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    other = resized(policy, tmp_path / "other", TOKENS)
+    other = resized(tiny_model, tmp_path / "other", TOKENS)
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(other)
     described = json.loads((other / "tokenizer.json").read_text())
@@ -67,47 +60,20 @@ def test_a_model_whose_tokenizer_gives_an_id_to_another_token_is_refused(
     ids["a"], ids["b"] = ids["b"], ids["a"]
     (other / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=f"^{key} .*tokenizer"):
-        check(policy, key, other)
-
-
-def test_a_critic_may_have_more_embeddings_than_the_policy(policy: Path, tmp_path: Path) -> None:
-    check(policy, "critic.path", resized(policy, tmp_path / "padded", TOKENS + 28))
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_tokenizer_with_one_token_more_or_less_has_the_policys_tokens(
-    key: str, policy: Path, tmp_path: Path
-) -> None:
-    longer = character_tokenizer()
-    longer.add_tokens(["<more>"])
-    for name, of_policy, own in (("more", character_tokenizer(), longer), ("less", longer, character_tokenizer())):
-        folders = [resized(policy, tmp_path / name / part, TOKENS + 28) for part in ("policy", "other")]
-        of_policy.save_pretrained(folders[0])
-        own.save_pretrained(folders[1])
-        check(folders[0], key, folders[1])
-
-
-def test_another_name_of_a_special_token_is_no_other_token(policy: Path, tmp_path: Path) -> None:
-    other = resized(policy, tmp_path / "other", TOKENS)
-    character_tokenizer().save_pretrained(other)
-    file = other / "tokenizer.json"
-    file.write_text(file.read_text().replace("<pad>", "<reserved>"))
-    described = other / "tokenizer_config.json"
-    described.write_text(described.read_text().replace("<pad>", "<reserved>"))
-    check(policy, "critic.path", other)
+        check(tiny_model, key, other)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_model_with_fewer_positions_than_the_longest_row_has_tokens_is_refused(
-    key: str, policy: Path, tmp_path: Path
+    key: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    other = resized(policy, tmp_path / "other", TOKENS)
+    other = resized(tiny_model, tmp_path / "other", TOKENS)
     described = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 99}))
     sizes = {"task": {"name": "reasoning_gym/chain_sum", "max_prompt_tokens": 80}}
-    check(policy, key, other, rollout={"max_response_tokens": 19}, **sizes)
+    check(tiny_model, key, other, rollout={"max_response_tokens": 19}, **sizes)
     with pytest.raises(ConfigError, match=f"^{key} .* 100 or more positions.*got 99"):
-        check(policy, key, other, rollout={"max_response_tokens": 20}, **sizes)
+        check(tiny_model, key, other, rollout={"max_response_tokens": 20}, **sizes)
 
 
 def cautions_of_reward_model(policy: Path, folder: Path) -> Sequence[str] | None:
@@ -116,12 +82,12 @@ def cautions_of_reward_model(policy: Path, folder: Path) -> Sequence[str] | None
 
 
 def test_too_few_positions_of_a_reward_model_are_refused_if_it_reads_tokens(
-    policy: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     tokens = save_bare_reward_model(tmp_path / "tokens", vocab=TOKENS, max_position_embeddings=99)
     with pytest.raises(ConfigError, match=r"^reward_model\.path .*got 99"):
-        cautions_of_reward_model(policy, tokens)
-    assert not cautions_of_reward_model(policy, save_bare_reward_model(tmp_path / "long", vocab=TOKENS))
+        cautions_of_reward_model(tiny_model, tokens)
+    assert not cautions_of_reward_model(tiny_model, save_bare_reward_model(tmp_path / "long", vocab=TOKENS))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("bert", 10), ("roberta", 8), ("mpnet", 8), ("xlm-roberta", 8)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,18 +87,6 @@ def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tm
     assert find_run(config) == tmp_path / "run-4"
 
 
-def test_a_run_is_found_by_its_asked_name_where_directories_before_it_are_gone(
-    config: Config, tmp_path: Path
-) -> None:
-    for _ in range(4):
-        make_checkpoint(new_run_dir(config), 3)
-    make_checkpoint(tmp_path / "run-5", 7)  # it does not say for which name it was made
-    assert find_run(config) == tmp_path / "run-5"
-    for name in ("run", "run-3"):
-        shutil.rmtree(tmp_path / name)
-        assert find_run(config) == tmp_path / "run-4"
-
-
 @pytest.mark.parametrize(
     ("summary", "seconds", "expected"),
     [
@@ -149,14 +136,6 @@ def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "run", 1)
-    again = changed(config, run={"resume": tmp_path / "run"})
-    with pytest.raises(ConfigError, match="no room"), opened_run(again):
-        raise ConfigError("no room")
-    assert (folder / "training_state.json").is_file()
-
-
 @pytest.mark.parametrize(
     ("summary", "back_to", "trained_to"), [({"steps": 6, "ended": "an alarm"}, 2, 4), ({"steps": 8}, 4, 8)]
 )  # fmt: skip
@@ -178,29 +157,3 @@ def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
         assert again.run.resume == str(checkpoint_folder(run_dir, trained_to))
     (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 1}))
     assert is_complete(run_dir, asked)
-
-
-def test_a_run_that_went_back_after_its_end_is_not_complete_without_old_files(config: Config, tmp_path: Path) -> None:
-    run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
-    for version in (4, 8):
-        make_checkpoint(run_dir, version)
-    (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 1}')
-    with opened_run(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
-        write_config(again)
-    assert not is_complete(run_dir, asked)
-
-
-def test_a_run_that_went_back_is_not_complete_where_all_that_was_set_aside_is_gone(
-    config: Config, tmp_path: Path
-) -> None:
-    run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
-    for version in (4, 8):
-        make_checkpoint(run_dir, version)
-    (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 0}')
-    assert is_complete(run_dir, asked)
-    with opened_run(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
-        write_config(again)
-        make_checkpoint(run_dir, 8, lineage=1)
-    for file in [*run_dir.glob("*.lineage_0*"), *(run_dir / "checkpoints").glob("*.lineage_0")]:
-        shutil.rmtree(file) if file.is_dir() else file.unlink()
-    assert not is_complete(run_dir, asked)

@@ -12,7 +12,6 @@ from async_rl.base.run_dir.checkpoints import (
     write_step_metrics,
 )
 from async_rl.base.run_dir.resuming import missing_steps, restored_records
-from async_rl.base.telemetry.metrics import over_steps, seconds_at
 
 
 def test_the_last_steps_are_kept_and_a_step_once() -> None:
@@ -37,15 +36,3 @@ def test_steps_without_a_record_are_taken_from_the_checkpoint_as_far_as_it_has_t
     found = restored_records(tmp_path, missing, logged)
     assert [(r["step"], r["time/written_at_s"], r["log/restored"]) for r in found] == [(5, 11.0, 1.0), (6, 13.0, 1.0)]
     assert restored_records(tmp_path / "of an older version", missing, logged) == []
-
-
-def test_a_restored_first_step_leaves_its_warm_up_out_of_the_times_of_the_run(tmp_path: Path) -> None:
-    recent = RecentSteps(kept_s=60.0)
-    for step, seconds in ((1, 30.0), (2, 5.0)):
-        recent.add(step, {"time/step_s": seconds})
-    write_step_metrics(tmp_path, recent.text())
-    resumed = [{"step": 3, "time/step_s": 40.0, "time/since_first_step_s": 0.0}]
-    resumed.append({"step": 4, "time/step_s": 5.0, "time/since_first_step_s": 5.0})
-    records = [*restored_records(tmp_path, [1, 2], []), *resumed]
-    assert seconds_at(records) == [0.0, 5.0, 5.0, 10.0]
-    assert over_steps(records, {}).total("time/step_s") == 10.0

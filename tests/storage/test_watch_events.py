@@ -12,11 +12,8 @@ from async_rl.base.run_dir.checkpoints import checkpoint_before, checkpoint_fold
 from async_rl.base.run_dir.watch_events import (
     Kind,
     WatchEvent,
-    accepted_rules,
     add_event,
     answer_pause,
-    newest_event,
-    read_events,
     rollbacks_of,
     take_answer,
 )
@@ -39,21 +36,6 @@ def running(run_dir: Path) -> Iterator[None]:
     with (run_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert read_events(tmp_path) == []
-    events = [add(tmp_path, "pause"), add(tmp_path, "go-on")]
-    assert read_events(tmp_path) == events
-    assert accepted_rules(tmp_path) == {"gold", "reward"}
-
-
-def test_a_pause_is_open_until_there_is_an_answer(tmp_path: Path) -> None:
-    assert newest_event(tmp_path, "pause") is None
-    event = add(tmp_path, "pause")
-    assert newest_event(tmp_path, "pause") == event
-    add(tmp_path, "go-on")
-    assert newest_event(tmp_path, "pause") is None
 
 
 def test_the_checkpoint_to_go_back_to_is_the_newest_before_or_else_the_oldest(tmp_path: Path) -> None:

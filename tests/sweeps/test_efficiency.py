@@ -102,12 +102,6 @@ def test_efficiency_does_not_depend_on_the_units_of_steps_and_of_accuracy(
     assert scaled == pytest.approx(plain, abs=0.0011)
 
 
-def test_values_per_seed_of_a_mean_are_the_seeds_own() -> None:
-    values = {"0": 1.0, "1": 2.0, "2": 6.0}
-    found = per_seed(lambda out: np.array([np.mean([v for s, v in values.items() if s != out])]), list(values))
-    assert found[:, 0] == pytest.approx([1.0, 2.0, 6.0])
-
-
 def test_values_per_seed_have_the_jackknifes_error_of_a_worked_example() -> None:
     """The squared mean of 1, 2, 3 is 4; without one of them 6.25, 4, 2.25, whose squared deviations sum to 8.0417."""
     values = {"a": 1.0, "b": 2.0, "c": 3.0}
@@ -147,11 +141,6 @@ def test_effective_steps_are_synchronous_steps_that_teach_as_much() -> None:
     assert found[:, 0] == pytest.approx([0.5, 0.5], abs=0.01)
     assert found[:, 1].mean() == pytest.approx(50.0, rel=0.02)
     assert found[1, 1] - found[0, 1] == pytest.approx(10.0, rel=0.02)  # the spread of the speeds
-
-
-def test_a_single_seed_has_a_value_without_error() -> None:
-    found = effective_steps({"0": run(lambda v: saturating(0.5 * v))}, {"0": 100.0}, [("0", run(saturating))])
-    assert found.shape == (1, 2) and found[0, 0] == pytest.approx(0.5, abs=0.03)
 
 
 def test_runs_above_all_of_the_curve_or_without_evaluations_have_no_efficiency() -> None:

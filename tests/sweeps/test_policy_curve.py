@@ -81,22 +81,6 @@ def test_whichever_batches_the_answers_are_in_their_version_gets_them(
     assert [point.reward for point in curve.points] == pytest.approx([rewards[version] for version in known])
 
 
-def test_answers_of_a_version_in_several_batches_count_by_their_number() -> None:
-    """Version 0: 3 answers of reward 0.2 in batch 0, 1 of 0.6 in batch 1."""
-    steps = made_run([{0: 3.0}, {1: 1.0, 0: 2.0}, {0: 4.0}], lambda version, age: [0.2, 0.6][age])
-    (first, second) = policy_curve(steps).points
-    assert (first.reward, first.episodes) == (pytest.approx(0.3), 4.0)
-    assert (second.version, second.reward) == (1, pytest.approx(0.2))
-
-
-def test_versions_whose_slow_groups_have_not_come_are_left_out() -> None:
-    """Half of the answers are fresh and right, half three versions old and wrong: a version's reward is 0.5."""
-    ages = [{0: 32.0, min(3, batch): 32.0} if batch else {0: 64.0} for batch in range(20)]
-    curve = policy_curve(made_run(ages, lambda version, age: float(age < 3)))
-    assert [point.version for point in curve.points] == list(range(17))
-    assert {point.reward for point in curve.points[1:]} == {0.5}
-
-
 def test_a_run_without_steps_or_without_rewards_by_staleness_has_no_curve() -> None:
     for steps in ([], [{"step": 1.0, "time/since_first_step_s": 0.0, "reward/mean": 0.5}]):
         curve = policy_curve(steps)

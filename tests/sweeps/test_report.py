@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.base.config.loading import dump_config
 from async_rl.base.errors import ConfigError
-from async_rl.tools.sweeps.cells import Bound, all_cells, cell_config, key_axis, make_record, seed_axis, write_record
+from async_rl.tools.sweeps.cells import Bound
 from async_rl.tools.sweeps.efficiency import effective_steps
 from async_rl.tools.sweeps.plan import compare
-from async_rl.tools.sweeps.plots import learning, trade_off
 from async_rl.tools.sweeps.report import TRADE_OFF, value_table, write_report
 from async_rl.tools.sweeps.results import Run, read_run, read_runs
 from async_rl.tools.sweeps.settings import (
@@ -33,7 +31,7 @@ from async_rl.tools.sweeps.settings import (
 from async_rl.tools.sweeps.statistics import estimate
 from async_rl.tools.sweeps.tables import tables_in
 from tests.kit.runs import logged
-from tests.kit.sweeps import base_yaml, make_sweep, write_cell
+from tests.kit.sweeps import make_sweep
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -41,22 +39,6 @@ pytestmark = pytest.mark.processes  # together they compute for long
 @pytest.fixture(scope="module")
 def printed(sweep: Path) -> str:
     return write_report(sweep)
-
-
-def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str) -> None:
-    page = (sweep / "report.html").read_text()
-    pictures = sorted(path.name for path in (sweep / "plots").glob("*.png"))
-    assert pictures == sorted(
-        f"{name}.png"
-        for name in (
-            "trade_off", "learning", "utilisation", "off_policy",
-        )
-    )
-    assert page.count("data:image/png;base64,") == len(pictures)
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
-    assert 'class="best"' in page
-    first = [page.index(part) for part in ('class="lead"', "<figure>", "<table>")]
-    assert first == sorted(first)
 
 
 def compared(rows: list[Setting]) -> dict[str, list[str]]:
@@ -85,20 +67,6 @@ def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: P
         assert measured.predicted.utilisation == pytest.approx(measured.learner, rel=0.1)
         assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
         assert measured.learner + measured.rollout <= measured.bound * 1.05
-
-
-def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep: Path, tmp_path: Path) -> None:
-    exact = tmp_path / "exact"
-    shutil.copytree(sweep, exact)
-    shutil.rmtree(exact / "plots", ignore_errors=True)
-    for file in exact.glob("cells/*/config.yaml"):
-        file.write_text(file.read_text().replace("mode: bounded", "mode: exact"))
-    text = write_report(exact)
-    assert "Take staleness" not in text and "predicted" not in text
-    header = next(line for line in text.splitlines() if line.startswith("|"))
-    assert "ESS" in header
-    assert not any(word in header for word in ("utilisation", "minute", "wall"))
-    assert {path.stem for path in (exact / "plots").iterdir()} == {"trade_off", "learning", "off_policy"}
 
 
 def test_every_run_and_every_evaluation_is_in_a_file(sweep: Path, printed: str) -> None:
@@ -151,17 +119,6 @@ def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
     assert len(read_runs(copy)) == 9
 
 
-@pytest.mark.parametrize("axis", ["task.params={min_terms: 2},{min_terms: 3}", "algorithm.preset=grpo,ppo,rloo"])
-def test_cells_may_differ_in_the_section_that_an_axis_or_a_preset_sets(tmp_path: Path, axis: str) -> None:
-    cells = all_cells([key_axis(axis), seed_axis(1, 0)], tmp_path / "sweep")
-    for cell in cells:
-        write_cell(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
-        resolved = cell_config(str(base_yaml(tmp_path)), [], cell)
-        (cell.folder / "config.yaml").write_text(dump_config(resolved))
-        write_record(cell, make_record(cell, resolved, 60.0))
-    assert len(read_runs(tmp_path / "sweep")) == len(cells)
-
-
 def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answered(
     sweep: Path, tmp_path: Path
 ) -> None:
@@ -210,29 +167,6 @@ def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
     assert unknown == {("coupled", "average"): ("-", "-"), ("coupled", "4"): ("-", "-")}
 
 
-def test_depths_stand_between_the_bounds_in_tables_and_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Learning slows with the depth, and the simulator's durations are those of the same depth."""
-    monkeypatch.undo()  # no other test draws depths
-    sweep = make_sweep(tmp_path, bounds=(0, 1, "1.5/3", 3), seeds=2)
-    rows = settings_of(read_runs(sweep))
-    assert [str(row.staleness) for row in rows] == ["0", "1", "1.5/3", "3"]
-    assert [row.name for row in rows][2] == "staleness 1.5/3"
-    worth = [row.estimate("efficiency").mean for row in rows]
-    assert worth == sorted(worth, reverse=True) and worth[0] == 1.0
-    measured = {str(each.staleness): each for each in compare(rows)}
-    found = measured["1.5/3"]
-    assert found.predicted is not None
-    assert found.predicted.utilisation == pytest.approx(found.learner, rel=0.1)
-    assert measured["1"].staleness_mean < found.staleness_mean < measured["3"].staleness_mean
-    write_report(sweep)
-    assert (sweep / "plots" / "depths.png").stat().st_size > 0
-    assert "| 1.5/3 |" in (sweep / "table.md").read_text()
-    with (sweep / "runs.csv").open() as file:
-        assert [line["staleness"] for line in csv.DictReader(file)] == ["0", "0", "1", "1", "1.5/3", "1.5/3", "3", "3"]
-
-
 def test_a_report_claims_no_lead_that_its_seeds_do_not_show(sweep: Path) -> None:
     """Two seeds whose values lie far apart, and a best bound by a hair."""
     rows = [dataclasses.replace(row, values=dict(row.values)) for row in settings_of(read_runs(sweep))]
@@ -241,21 +175,6 @@ def test_a_report_claims_no_lead_that_its_seeds_do_not_show(sweep: Path) -> None
     assert "can't tell" in recommendation(rows)
     rows[2].values["effective_steps_per_minute"] = [10.0, 11.0, 12.0]  # the others are both ahead of it
     assert recommendation(rows).startswith("Take staleness 0: ")
-
-
-def test_a_plot_has_a_dot_for_each_seed_and_joins_bounds_alone(tmp_path: Path) -> None:
-    rows = settings_of(read_runs(make_sweep(tmp_path, bounds=(0, 1, "1.5/3", "2/3", 3, 4), seeds=2, steps=12)))
-
-    def lines(rows: list[Setting]) -> list[int]:
-        """The numbers of points of the lines of the first panel that have a line."""
-        found = [line for line in trade_off(rows).axes[0].lines if line.get_linestyle() == "-"]
-        return [len(line.get_xdata()) for line in found if len(line.get_xdata()) > 1]
-
-    axes = trade_off(rows).axes[0]
-    assert axes.get_ylabel() and len([line for line in axes.lines if line.get_marker() == "."]) == len(rows)
-    assert lines(rows) == [] and lines([row for row in rows if row.staleness.is_full]) == [4]
-    curves = learning(rows).axes[0]
-    assert len({line.get_label() for line in curves.lines if not line.get_label().startswith("_")}) == 5
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,29 +193,6 @@ FITTED = {
     },
 }  # fmt: skip
 """(staleness, e, error) by sweep and correction, found in another way: run by run, acc0 a - b (1 + v / tau)^-p."""
-
-
-def test_a_report_shows_what_a_step_is_worth_wherever_it_shows_it(sweep: Path, printed: str) -> None:
-    """The runs gain .01 a step at 0, and .0095 and .0055 at 1 and 3: their steps are worth 0.95 and 0.55."""
-    rows = settings_of(read_runs(sweep))
-    assert [row.estimate("efficiency").mean for row in rows] == pytest.approx([1.0, 0.95, 0.55], abs=0.02)
-    lines = [line for line in (sweep / "table.md").read_text().splitlines() if line.startswith("|")]
-    assert [line.endswith("best") for line in lines[2:5]] == [False, True, False]  # at 3 a step teaches 45 % less
-    assert all("±" in line for line in lines[2:5])
-    table = [line.replace("*", "") for line in lines]
-    titles = [text.strip() for text in table[0].split("|")]
-    page = (sweep / "report.html").read_text()
-    for key, (title, form) in WORTH_COLUMNS.items():
-        for number, row in enumerate(rows):
-            found = row.estimate(key)
-            text = [part.strip() for part in table[2 + number].split("|")][titles.index(title)]
-            assert text == found.text(form) and f"<td>{text}</td>" in page
-    speeds = [row.estimate("effective_steps_per_minute") for row in rows]
-    assert speeds[1].mean == pytest.approx(
-        rows[1].estimate("efficiency").mean * rows[1].estimate("steps_per_minute").mean
-    )
-    assert f"the most effective steps per minute, {speeds[1].text('{:.1f}')}, " in printed
-    assert "improvement" not in "".join(titles)
 
 
 def test_without_synchronous_training_or_rewards_by_staleness_nothing_is_recommended(
@@ -405,17 +301,6 @@ def test_a_best_row_that_has_learned_nothing_is_not_named_as_such(sweep: Path, c
     assert table.best == ((0,) if improves else ()) and bool(best_rows(rows)) == improves
 
 
-def test_the_page_can_be_made_again_without_the_cells(sweep: Path, printed: str, tmp_path: Path) -> None:
-    copy = tmp_path / "sweep"
-    shutil.copytree(sweep, copy)
-    shutil.rmtree(copy / "cells")
-    page = (copy / "report.html").read_text()
-    (copy / "report.html").unlink()
-    said = write_report(copy)
-    assert said.split() == printed.split()
-    assert re.sub(r"commit: [^<]*", "", (copy / "report.html").read_text()) == re.sub(r"commit: [^<]*", "", page)
-
-
 @pytest.mark.parametrize("name", FITTED)
 def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: str) -> None:
     evals: dict[tuple[str, int], dict[str, list[tuple[float, float]]]] = {}
@@ -433,47 +318,6 @@ def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: st
             assert 0.3 * error < found.error < 2.0 * error
 
 
-def test_the_worst_steps_and_the_mean_over_time_are_told_of_every_run(sweep: Path) -> None:
-    run = read_runs(sweep)[0]
-    assert all(math.isnan(run.values()[name]) for name in ("is_weight_largest", "waited_for_late", "grad_norm"))
-    steps: list[dict[str, float | None]] = [
-        {
-            "step": float(number), "time/since_first_step_s": float(number**2), "reward/mean": number / 10,
-            "offpolicy/kl_behaviour_proximal_k3": kl, "offpolicy/is_weight_var": 2 * kl,
-            "offpolicy/is_weight_max": 9 * kl, "policy/grad_norm": 5 * kl,
-            "offpolicy/clip_fraction_positive": kl / 10, "offpolicy/clip_fraction_negative": kl / 100,
-            "buffer/waited_for_late_s": 0.5, "time/step_s": 2.0,
-        }
-        for number, kl in enumerate((9.0, 0.1, 0.2, 0.3, 0.7, 0.4))
-    ]  # fmt: skip
-    values = dataclasses.replace(run, steps=steps).values()
-    found = [values["kl_p95"], values["is_variance_p95"]]
-    assert found == pytest.approx([0.64, 1.28])  # the first step is left out
-    assert values["is_weight_largest"] == pytest.approx(6.3) and values["waited_for_late"] == pytest.approx(0.25)
-    clipped = [values[name] for name in ("clipped_positive", "clipped_negative", "grad_norm")]
-    assert clipped == pytest.approx([0.034, 0.0034, 1.7])
-
-
-def test_an_evaluation_of_a_resumed_run_counts_from_the_time_of_its_whole_training(
-    sweep: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
-    whole = read_run(run)
-    lines = logged(run)
-    first_s = next(line["time/since_first_step_s"] for line in lines if line["step"] == 15)
-    for line in lines:
-        if line["step"] >= 15 and "time/since_first_step_s" in line:
-            line["time/since_first_step_s"] -= first_s
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    resumed = read_run(run)
-    lost_s = whole.seconds[14] - whole.seconds[13]
-    assert [seconds for _, seconds, _ in resumed.evals] == pytest.approx(
-        [seconds - (lost_s if version >= 15 else 0.0) for version, seconds, _ in whole.evals]
-    )
-    assert len(whole.evals) > 2 and resumed.seconds[-1] == pytest.approx(whole.seconds[-1] - lost_s)
-
-
 def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path, tmp_path: Path) -> None:
     """As where no server could evaluate the trained model. One beside training began before its newest version."""
     copy = tmp_path / "copy"
@@ -489,22 +333,12 @@ def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path,
     run = read_run(run_dir)
     run.evals[1:] = []
     assert math.isnan(run.improvement), "its gain in reward is none in held-out accuracy"
-    run.evals.clear()
-    assert run.improvement > 0
-    printed = write_report(copy)
-    learned = next(table for table in tables_in(printed) if table.title == "What was learned")
-    ends = [row[learned.header.index("held-out accuracy, end")] for row in learned.rows]
-    assert [end == "-" for end in ends] == [False, True, False]
-    assert ": staleness-1.seed-0." in printed and ": staleness-1.seed-0." not in write_report(sweep)
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("config.yaml", ""), ("config.yaml", None), ("cell.json", ""),
-        ("summary.json", "{"), ("summary.json", "[]"), ("metrics.jsonl", None),
-    ],
-)  # fmt: skip
+    [("config.yaml", ""), ("cell.json", ""), ("summary.json", "{"), ("metrics.jsonl", None)],
+)
 def test_a_damaged_cell_is_named_with_what_to_do(sweep: Path, tmp_path: Path, name: str, text: str | None) -> None:
     copy = tmp_path / "sweep"
     shutil.copytree(sweep, copy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 from async_rl.base.telemetry.timeline import ChromeTrace, Sample, Span
@@ -49,13 +48,3 @@ def test_a_trace_read_back_has_the_spans_and_the_samples_are_counters(tmp_path: 
     assert [(counter["pid"], counter["ts"], counter["args"]) for counter in counters] == [
         (2, 1e6, {"occupancy": 0.25}), (2, 3e6, {"occupancy": 0.5})  # between them it does not change
     ]  # fmt: skip
-
-
-def test_adjacent_spans_are_adjacent_in_the_trace(tmp_path: Path) -> None:
-    trace = ChromeTrace(tmp_path / "t.json", 1.0)
-    edges_s = [1.0 + i / 3 for i in range(300)]
-    trace.add([Span("learner/0", "busy", start_s, end_s) for start_s, end_s in pairwise(edges_s)], ())
-    read = list(trace.spans())
-    trace.close()
-    assert all(a.end_s == b.start_s for a, b in pairwise(read))
-    assert [span.start_s for span in read] == [trace.clock_s(edge_s) for edge_s in edges_s[:-1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -10,10 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from async_rl.base.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
+from async_rl.base.telemetry.examples import COLUMNS, ExampleTable, choose_examples
 from async_rl.base.telemetry.metrics_logger import MetricsLogger
 from async_rl.base.telemetry.trackers import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
@@ -35,27 +33,6 @@ def test_answers_are_chosen_from_groups_all_over_the_batch() -> None:
     assert len(choose_examples(make_batch(groups=2))) == 2
 
 
-def test_a_long_answer_is_cut_and_keeps_its_length() -> None:
-    batch = make_batch(groups=1)
-    (group,) = batch.groups
-    ones = np.ones(MAX_TOKENS + 5, np.int32)
-    long = dataclasses.replace(group.rows[0], tokens=ones, versions=ones, mask=ones > 0)
-    (found,) = choose_examples(
-        dataclasses.replace(batch, groups=(dataclasses.replace(group, rows=(long,)),))
-    )
-    assert (len(found.tokens), found.num_tokens) == (MAX_TOKENS, MAX_TOKENS + 5)
-
-
-def test_rows_have_texts(tokenizer_folder: Path) -> None:
-    tokenizer = character_tokenizer()
-    (completion, *_) = choose_examples(make_batch())
-    completion = dataclasses.replace(completion, tokens=tuple(tokenizer("olleh")["input_ids"]))
-    ((step, group, number, _, text, reward, *_),) = ExampleTable(str(tokenizer_folder)).rows([completion])
-    assert (step, group, number, text, reward) == (1, 0, 0, "olleh", completion.reward)
-    ((*_, ids, _, _, _, _),) = ExampleTable("no such folder").rows([completion])
-    assert ids == " ".join(map(str, completion.tokens))
-
-
 def test_a_table_holds_the_rows_of_all_steps_since_the_last_one(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +51,7 @@ def test_a_table_holds_the_rows_of_all_steps_since_the_last_one(
     assert tables == {1: [1], 2: [], 3: [2, 3], 4: [4], 0: []}
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_wandb_itself_writes_the_table_when_it_is_offline(tokenizer_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")

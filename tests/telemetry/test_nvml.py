@@ -103,16 +103,6 @@ def test_a_sample_is_the_mean_over_the_gpus_that_cuda_shows(
     sampler.close()
 
 
-@pytest.mark.usefixtures("gpus")
-def test_the_thread_samples_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "INTERVAL_S", 0.001)
-    sampler = GpuSampler("rollout/0")
-    while not (samples := sampler.drain()):
-        pass
-    assert samples[0].value == pytest.approx(0.6)
-    sampler.close()
-
-
 @pytest.mark.parametrize(("nvml", "visible"), [(FakeNvml(), ""), (FakeNvml(driver=False), "0"), (None, "0")])
 @pytest.mark.usefixtures("gpus")
 def test_without_a_visible_gpu_a_driver_or_the_package_there_are_no_samples(

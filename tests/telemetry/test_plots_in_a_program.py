@@ -11,8 +11,6 @@ import pytest
 
 from async_rl.base.telemetry.plots import plot_learning_curve, plot_timeline
 from async_rl.base.telemetry.timeline import Span
-from async_rl.tools.sweeps.report import write_report
-from tests.kit.sweeps import make_sweep
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -42,9 +40,3 @@ def test_a_learning_curve_is_drawn_from_the_file_alone(
 def test_a_timeline_leaves_the_backend_of_the_program(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
     assert plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
-
-
-def test_the_plots_of_sweeps_leave_it_too(tmp_path: Path) -> None:
-    sweep = make_sweep(tmp_path, (0, 2), seeds=1, steps=12)
-    write_report(sweep)
-    assert (sweep / "plots" / "trade_off.png").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.metrics_logger import MetricsLogger
 from tests.kit.configs import make_config
-from tests.kit.documents import ROOT
 
 
 def free_port() -> int:
@@ -92,10 +90,3 @@ def test_the_port_is_on_network_host_and_must_be_one(tmp_path: Path) -> None:
             scraped(port)
     with pytest.raises(ConfigError, match=r"logging\.prometheus"):
         with_port(70_000)
-
-
-def test_the_dashboard_shows_each_panel_in_a_place_of_its_own() -> None:
-    panels = json.loads((ROOT / "configs" / "grafana.json").read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) > 8
-    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
-    assert all(target["expr"] for panel in panels for target in panel["targets"])

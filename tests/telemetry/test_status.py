@@ -12,7 +12,6 @@ from async_rl.base.telemetry.status import (
     INTERRUPTED_END,
     NORMAL_END,
     STALE_S,
-    ServerStatus,
     Status,
     format_servers,
     format_status,
@@ -47,13 +46,6 @@ def test_a_driver_that_stopped_writing_is_reported_until_it_has_ended(tmp_path: 
     assert state_of("ended: learner/0 died", STALE_S + 1) == "ended"
 
 
-def test_a_paused_run_says_why_and_who_waits(tmp_path: Path) -> None:
-    status = Status(process="learner/0", doing="is paused", waits_on="the user", since_s=time.monotonic())
-    write_status(tmp_path, [status], "paused by the watcher since step 2: the KL is 12")
-    first, _, learner = format_status(tmp_path).splitlines()
-    assert first.endswith("the KL is 12") and learner.startswith("learner/0") and "the user" in learner
-
-
 def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: Path) -> None:
     status = Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", since_s=time.monotonic())
     write_status(tmp_path, [status], NORMAL_END)
@@ -65,24 +57,6 @@ def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: 
     assert len(format_status(tmp_path).splitlines()) == 1, "it ended before any process"
     write_status(tmp_path, [status], f"{INTERRUPTED_END}; resume with: async-rl train --resume {tmp_path}")
     assert format_status(tmp_path).rstrip().endswith(f"--resume {tmp_path}"), "and no process"
-
-
-def test_the_table_of_servers_has_their_state_place_version_and_groups(tmp_path: Path) -> None:
-    now_s = time.time()
-    servers = [
-        ServerStatus(name="rollout/0", state="serving", place="10.0.0.2", version=7, since_s=now_s - 75),
-        ServerStatus(name="rollout/1", state="filling", place="http://10.0.0.3:3", version=-1, since_s=now_s - 5),
-        ServerStatus(name="eval/0", state="serving", place="10.0.0.4", version=4, since_s=now_s + 5),
-    ]
-    status = Status(process="rollout/0", doing="generates", since_s=time.monotonic(), groups=3)
-    write_status(tmp_path, [status], "running", servers=servers)
-    rows = [line.split() for line in format_servers(tmp_path).splitlines()[1:]]
-    assert [row[:5] for row in rows] == [
-        ["rollout/0", "serving", "10.0.0.2", "7", "3"], ["rollout/1", "filling", "http://10.0.0.3:3", "-", "0"],
-        ["eval/0", "serving", "10.0.0.4", "4", "-"],
-    ]
-    assert rows[0][5] in ("75", "76") and rows[2][5] == "0", "the clock of the driver's host may be ahead"
-    assert [line.partition(":")[0] for line in format_status(tmp_path).splitlines()[3:]] == ["rollout/1"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"processes": []}', '{"processes": [], "servers": [{}]}'])

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.config import Config
-from async_rl.base.messages.reports import EvaluationDone, TrainingEnded
-from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.metrics_logger import MetricsLogger
-from async_rl.run.log.run_log import RunLog
 from tests.kit.configs import changed, make_config
 from tests.kit.runs import make_checkpoint
 
@@ -79,12 +76,3 @@ def test_a_resume_that_makes_a_step_hides_those_that_it_discards(tmp_path: Path)
     assert [(since[n].step, since[n].session_log.status) for n in starts] == [(2, SessionLog.START)]
     assert starts[0] < min(n for n, event in enumerate(since) if event.summary.value)
     assert scalars(tmp_path)[-2:] == [("eval/accuracy", 1, 0.25), ("reward/mean", 2, 0.75)]
-
-
-def test_a_resume_without_a_step_that_comes_to_the_end_of_the_run_is_written(tmp_path: Path) -> None:
-    log = RunLog(changed(resumed(tmp_path / "run", 3), run={"steps": 3, "dir": str(tmp_path)}))
-    log.add("learner/0", TrainingEnded(version=3, reason="", metrics=(Metric("time/push_s", 1.0),)))
-    log.add_eval(EvaluationDone(version=3, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/reward", 0.5))))
-    log.close()
-    wanted = [("late/time/push_s", 3, 1.0), ("eval/accuracy", 3, 0.5), ("eval/reward", 3, 0.5)]
-    assert [each for each in scalars(tmp_path / "run") if each in wanted] == wanted

@@ -23,22 +23,6 @@ def shares(spans: list[Span], pool: str, start_s: float, end_s: float) -> dict[S
     return Usage().add([*spans, empty], (), start_s, end_s).shares()[pool]
 
 
-def test_shares_of_a_small_timeline() -> None:
-    spans = [
-        Span(POOL, "wait_data", 0, 4),
-        Span(POOL, "busy", 4, 8),
-        Span(POOL, "sync", 7, 9),  # one second of the busy span was really a pause
-        Span("learner/1", "busy", 0, 10),
-    ]
-    expected = dict.fromkeys(STATES, 0.0) | {"wait_data": 0.4, "busy": 0.3, "sync": 0.2, "other": 0.1}
-    assert shares(spans, POOL, 0, 10) == expected
-
-
-def test_an_empty_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="3"):
-        Usage().add([], [], 3, 3)
-
-
 @given(spans_of_a_pool, st.tuples(times, times).filter(lambda window: window[0] < window[1]))
 def test_shares_add_up_to_one_and_none_is_negative(spans: list[Span], window: tuple[float, float]) -> None:
     result = shares(spans, POOL, *window)
@@ -162,10 +146,3 @@ def test_samples_are_averaged_over_the_window_by_kind_of_pool() -> None:
     ]
     found = reduce_metrics(Usage().add((), samples, 0, 10).metrics())
     assert found == {"occupancy/rollout": 0.75, "gpu/learner": 0.9}
-
-
-def test_the_states_of_a_pool_have_no_gap_and_no_overlap() -> None:
-    spans = [Span(POOL, "busy", 0, 3), Span(POOL, "sync", 2, 5), Span(POOL, "busy", 6, 9)]
-    assert list(state_changes(spans, 1, 8)) == [
-        ("busy", 1, 2), ("sync", 2, 3), ("sync", 3, 5), ("other", 5, 6), ("busy", 6, 8)
-    ]  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +13,12 @@ from typing import Any
 import pytest
 
 from async_rl.base.telemetry.examples import ExampleTable
-from async_rl.base.telemetry.metrics import read_metrics
-from async_rl.base.telemetry.metrics_logger import MetricsLogger
 from async_rl.base.telemetry.trackers import (
     TensorboardRun,
     Tracker,
     TrackioRun,
     WandbRun,
     choose_mode,
-    is_logged_in,
     is_reachable,
     open_tensorboard_run,
     open_trackio_run,
@@ -106,42 +101,6 @@ def test_a_resumed_run_goes_on_as_the_same_run_and_another_of_its_name_does_not(
     assert all(options["resume"] == "allow" for options in opened)
 
 
-def test_trackio_gets_every_finite_value_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[Mapping[str, float], int]] = []
-    run = SimpleNamespace(
-        log=lambda values, step: logged.append((values, step)), finish=lambda: logged.append(({}, -1))
-    )
-    options: dict[str, Any] = {}
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: options.update(kwargs) or run))  # type: ignore[arg-type]
-    logger = MetricsLogger(make_config(logging=logging("trackio")), tmp_path)
-    logger.log(1, {"reward/mean": 0.5, "broken": math.nan})
-    logger.close()
-    values, step = logged[0]
-    assert (values["reward/mean"], step, "broken" in values, "step" in values) == (0.5, 1, False, False)
-    assert logged[-1] == ({}, -1)
-    assert options["project"] == "async-rl" and options["config"]["logging"]["trackio"] is True
-
-
-def test_wandb_gets_the_same_keys_over_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, float]] = []
-    axes: list[tuple[str, str, str]] = []
-    summary: dict[str, float] = {}
-    run = SimpleNamespace(
-        log=logged.append, finish=lambda: None, summary=summary,
-        define_metric=lambda name, step_metric, summary: axes.append((name, step_metric, summary)),
-    )
-    options: dict[str, Any] = {}
-    library = SimpleNamespace(__spec__=object(), Settings=dict, init=lambda **given: options.update(given) or run)
-    monkeypatch.setitem(sys.modules, "wandb", library)  # type: ignore[arg-type]
-    logger = MetricsLogger(make_config(logging=logging("wandb")), tmp_path)
-    logger.log(1, {"reward/mean": 0.5})
-    logger.close()
-    assert options["mode"] == "offline" and options["config"]["staleness"]["max"] == 0
-    assert logged == read_metrics(tmp_path / "metrics.jsonl")
-    assert axes == [("*", "step", "none")] and logged[0]["step"] == 1
-    assert summary["reward/mean"] == 0.5
-
-
 def test_without_an_account_wandb_is_off_in_auto_and_offline_if_asked_for() -> None:
     assert choose_mode("auto") == ("disabled", "")
     mode, why = choose_mode("online")
@@ -169,10 +128,3 @@ def test_a_name_that_does_not_resolve_is_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert not is_reachable("https://api.wandb.ai", timeout_s=0.05)
     asked_enough.set()
-
-
-def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_logged_in()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert is_logged_in()

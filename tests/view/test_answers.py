@@ -10,17 +10,13 @@ import pytest
 
 from async_rl.base.run_dir.log_ratio_file import RowLogRatios
 from async_rl.base.types import Group
-from async_rl.tools.view.answers import answer_parts, episode_facts, version_shares
-from async_rl.tools.view.token_texts import TokenTexts, called_tools, find_tokenizer
+from async_rl.tools.view.answers import answer_parts
+from async_rl.tools.view.token_texts import TokenTexts
 from tests.kit.view.run_dirs import (
-    CHAT_PROMPT,
     HOSTILE,
     RIGHT_TO_LEFT,
-    make_chat,
-    make_episodes,
     text_group,
     tokens_of,
-    write_tokenizer,
 )
 
 
@@ -52,25 +48,6 @@ def test_html_in_an_answer_is_text(texts: TokenTexts) -> None:
     assert html.count("<span") == html.count("<") / 2 == len(HOSTILE)
 
 
-def test_rows_of_one_episode_share_its_facts() -> None:
-    found = [episode_facts(make_episodes(0), number)[0] for number in range(3)]
-    assert found == ["episode 0", "episode 1, row 1 of 2", "episode 1, row 2 of 2"]
-    assert episode_facts(make_chat(0), 1)[-1] == "ended by timeout"
-    assert episode_facts(text_group(0, ["a"]), 0) == []
-    assert version_shares(make_episodes(0, version=3).rows[0]) == [(3, 0.5), (4, 0.5)]
-
-
-def test_turns_have_their_rewards_and_tools_and_what_others_said_is_folded(texts: TokenTexts) -> None:
-    found = answer_parts(make_chat(0), 0, texts, None, None, "version")
-    assert [(part.is_turn, part.title) for part in found] == [
-        (True, "turn 1 · 53 tokens · calls price · reward 0.000"),
-        (False, "3 euros a piece · 68 tokens that the model did not sample"),
-        (True, "turn 2 · 18 tokens · reward 1.000"),
-    ]  # fmt: skip
-    (only,) = answer_parts(text_group(0, ["one answer"]), 0, texts, None, None, "version")
-    assert only.title == ""
-
-
 def test_a_character_of_several_tokens_is_the_text_of_its_last_one(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models
 
@@ -82,40 +59,12 @@ def test_a_character_of_several_tokens_is_the_text_of_its_last_one(tmp_path: Pat
     assert TokenTexts(tmp_path, None).pieces([2, 0, 1, 2]) == ["a", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "a"]
 
 
-def test_the_tokenizer_of_a_relative_model_path_is_found_above_the_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "project" / "runs" / "mine"
-    run_dir.mkdir(parents=True)
-    assert find_tokenizer(run_dir, "models/tiny") is None
-    write_tokenizer(tmp_path / "project" / "models" / "tiny")
-    assert find_tokenizer(run_dir, "models/tiny") == tmp_path / "project/models/tiny/tokenizer.json"
-
-
 def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_named(tmp_path: Path) -> None:
     assert TokenTexts(tmp_path, "models/tiny").missing
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     texts = TokenTexts(tmp_path, None)
     assert texts.missing and (texts.decode([1, 2]), texts.pieces([1, 2])) == ("1 2", ["1 ", "2 "])
-
-
-def test_messages_of_a_prompt_come_without_the_marks_of_its_template(texts: TokenTexts) -> None:
-    assert texts.messages(tokens_of(CHAT_PROMPT)) == ["You are a shop. Answer in one line.", "What does a pear cost?"]
-    assert texts.question(tokens_of(CHAT_PROMPT)) == "What does a pear cost?"
-    assert texts.question(tokens_of("3 + 4 =")) == "3 + 4 ="
-    assert texts.messages(tokens_of("<|im_start|>")) == []
-
-
-@pytest.mark.parametrize(
-    "text, tools",
-    [
-        ('<tool_call>\n{"name": "a.b", "x": {}}\n</tool_call>\n<tool_call>{"name":"c"}</tool_call>', ["a.b", "c"]),
-        ('{"arguments": 1, "name": "search"}', ["search"]), ('<|python_tag|>{"type": "f", "name": "f"}', ["f"]),
-        ("<tool_call>get_price\n<arg_key>item</arg_key>", ["get_price"]), ("", []),
-        ('My {"name": "a"} is no call.', []),
-    ],
-)  # fmt: skip
-def test_tools_are_named_in_the_formats_of_the_model_families(text: str, tools: list[str]) -> None:
-    assert called_tools(text) == tools
 
 
 def test_characters_that_hide_or_turn_others_are_shown_by_their_code(texts: TokenTexts) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rl.base.telemetry.status import NORMAL_END, Status, write_status
 from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
-from tests.kit.view.run_dirs import HOSTILE, RIGHT_TO_LEFT, JournalWriter, append_step, make_chat, make_run, text_group
+from tests.kit.view.run_dirs import HOSTILE, JournalWriter, append_step, make_chat, make_run, text_group
 from tests.kit.view.server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
@@ -25,7 +23,6 @@ pytestmark = [pytest.mark.processes, needs_chromium]
 RUN = "/run/live"
 PATHS = [f"{RUN}/", f"{RUN}/groups", f"{RUN}/groups/1", f"{RUN}/groups/20", f"{RUN}/groups/22", "/"]
 WIDTHS = (1280, 390)
-THEMES: tuple[Any, ...] = ("dark", "light")
 WAITS_ON = "2 of 8 groups finished, 14 running (oldest 1 s, worker rollout/0), served version 21"
 
 
@@ -37,7 +34,6 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]
     make_run(folder / "ended", steps=3)
     writer = JournalWriter(run_dir)
     writer.add(make_chat(20), step=11)
-    writer.add(text_group(21, [f"answer {RIGHT_TO_LEFT}ltr"], prompt=f"who {RIGHT_TO_LEFT}rtl"), step=12)
     writer.add_without_answers(22, "running")
     writer.close()
     status = Status(process="buffer", doing="answers", waits_on=WAITS_ON, since_s=0.0, limit_s=9.0)
@@ -68,25 +64,12 @@ def is_elsewhere(url: str, home: str) -> bool:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_pages_load_without_an_error_fit_the_screen_and_can_be_read(page: Page, path: str) -> None:
-    """Text has contrast in both colour schemes, and controls have names."""
+def test_pages_load_without_an_error_and_fit_the_screen(page: Page, path: str) -> None:
     page.goto(path)
     if path == f"{RUN}/":
         page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
         assert page.locator(".bk-Figure").count() == 7
     expect(page.locator(".live.on")).to_be_visible()
-    assert page.evaluate(NAMELESS) == []
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    for theme in THEMES:
-        if path == f"{RUN}/":  # its charts are drawn in the colours of one scheme: another one loads it again
-            with page.expect_navigation():
-                page.emulate_media(color_scheme=theme)
-            page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
-        else:
-            page.emulate_media(color_scheme=theme)
-        page.wait_for_function(f"matchMedia('(prefers-color-scheme: {theme})').matches")
-        assert page.evaluate(LOW_CONTRAST) == []
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 844})
         page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
@@ -154,48 +137,6 @@ def test_tokens_are_coloured_and_say_what_is_known_of_them(page: Page) -> None:
     assert page.evaluate("window.hacked") is None
 
 
-def test_turns_are_open_and_what_tools_said_is_folded(page: Page) -> None:
-    page.goto(f"{RUN}/groups/20")
-    tool = page.locator("#tokens details:not(.turn)")
-    assert [tool.get_attribute("open"), page.locator("#tokens details.turn[open]").count()] == [None, 2]
-    tool.locator("summary").click()
-    expect(tool.locator(".t").first).to_be_visible()
-
-
-def test_a_character_that_turns_text_is_shown_by_its_code(page: Page) -> None:
-    page.goto(f"{RUN}/groups/21")
-    assert page.locator("#tokens").inner_text() == "answer ⟨U+202E⟩ltr"
-    assert page.locator(".t").first.evaluate("e => getComputedStyle(e).unicodeBidi") == "isolate"
-    for path in (f"{RUN}/groups", f"{RUN}/"):
-        page.goto(path)
-        assert RIGHT_TO_LEFT not in page.content()
-
-
-def test_lanes_show_the_chosen_steps(page: Page) -> None:
-    open_page(page, f"{RUN}/")
-    page.get_by_label("steps", exact=True).fill("3")
-    page.get_by_label("to", exact=True).fill("4")
-    page.get_by_role("button", name="Show").click()
-    expect(page.locator("#waits")).to_contain_text("0.60 s")
-    page.get_by_role("link", name="Newest").click()
-    expect(page.get_by_label("to", exact=True)).to_have_value("12")
-
-
-def test_long_answers_are_shown_whole(browser: Browser, tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "long", groups=0)
-    writer = JournalWriter(run_dir)
-    writer.add(text_group(0, ["tokens, " * 1000] * 8), step=1)
-    writer.close()
-    server = ViewServer(run_dir)
-    page = browser.new_context(base_url=server.url).new_page()
-    page.goto("/run/long/groups")  # the tokenizer is loaded at the first page
-    start_s = time.monotonic()
-    page.goto("/run/long/groups/0")
-    assert page.locator(".t").count() == 8000
-    print(f"8 answers of 8,000 tokens: shown after {time.monotonic() - start_s:.2f} s")
-    server.close()
-
-
 def test_the_state_of_a_run_that_ends_is_shown_on_an_open_page(page: Page, shown: tuple[Path, str]) -> None:
     """It comes last, because it ends the run."""
     open_page(page, f"{RUN}/")
@@ -217,37 +158,3 @@ OUTSIDE = """() => [...document.querySelectorAll("main *, header *")]
   .filter((e) => !e.closest(".hidden, .skip, .scroll, .plot, #lanes, .tokens, .clip, svg, option"))
   .filter((e) => e.getBoundingClientRect().right > innerWidth + 1)
   .map((e) => e.outerHTML.slice(0, 100))"""
-
-NAMELESS = """() => [...document.querySelectorAll("input, select, button, a[href], [tabindex='0']")]
-  .filter((e) => e.checkVisibility() && !(e.labels && e.labels.length) && !e.getAttribute("aria-label")
-    && !e.textContent.trim() && !e.getAttribute("aria-labelledby"))
-  .map((e) => e.outerHTML.slice(0, 120))"""
-
-LOW_CONTRAST = """() => {
-  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number)
-    .map((part, at) => (text.startsWith("color(srgb") && at < 3 ? 255 * part : part));
-  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (e) => {
-    const layers = [];
-    for (let at = e; at; at = at.parentElement) {
-      const [r, g, b, a = 1] = parse(getComputedStyle(at).backgroundColor);
-      if (a > 0) layers.push([r, g, b, a]);
-      if (a === 1) break;
-    }
-    const over = (under, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + under[i] * (1 - a));
-    return layers.reverse().reduce(over, [255, 255, 255]);
-  };
-  const found = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const e = walker.currentNode.parentElement;
-    const text = walker.currentNode.textContent.trim();
-    if (!text || !e.checkVisibility() || e.closest(".hidden, .skip, .bk-Figure, option, datalist, :disabled")) continue;
-    const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-    const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) found.push(`${ratio.toFixed(2)} ${e.className || e.tagName}: ${text.slice(0, 40)}`);
-  }
-  return [...new Set(found)];
-}"""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.view.hostile_addresses import Attempt, HostileClient, faults_of, random_attempt
+from tests.kit.view.hostile_addresses import HostileClient, faults_of, random_attempt
 from tests.kit.view.run_dirs import make_run
 
 FEW, MANY = 300, 10_000
@@ -43,12 +43,3 @@ def test_random_addresses_meet_no_fault_and_run_no_script(tmp_path: Path) -> Non
 @pytest.mark.nightly
 def test_ten_thousand_random_addresses_meet_no_fault_and_run_no_script(tmp_path: Path) -> None:
     assert problems_of(make_run(tmp_path / "run"), MANY, seed=random.SystemRandom().randrange(2**32)) == []
-
-
-@pytest.mark.parametrize(
-    "target", ["/run/my-run/", "/nothing", "/run/my-run/groups?where=a%00b", "/run/my-run/data/lanes?to=x"]
-)
-@pytest.mark.parametrize("host", ["localhost", "evil.example"])
-def test_pages_errors_and_refusals_have_the_security_headers(run_dir: Path, target: str, host: str) -> None:
-    attempt = Attempt("GET", target, (("host", host),))
-    assert faults_of(asyncio.run(HostileClient(run_dir).ask(attempt))) == []

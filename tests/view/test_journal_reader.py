@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.tools.view.journal_reader import JournalError, JournalReader
 from buffer.journal import FILE_NAME
-from tests.kit.view.run_dirs import CHARACTERS, JournalWriter, make_run, text_group
+from tests.kit.view.run_dirs import CHARACTERS, JournalWriter, text_group
 
 
 @pytest.fixture
@@ -37,11 +37,6 @@ def test_groups_are_found_by_a_where_clause(journal: JournalReader, where: str, 
     assert ids_of(journal, where) == ids
 
 
-def test_groups_that_were_trained_last_come_first(journal: JournalReader) -> None:
-    assert ids_of(journal, order="") == [3, 2, 1, 0, 7, 6, 5, 4]
-    assert journal.newest_trained(2) == [3, 2]
-
-
 @pytest.mark.parametrize(
     "where",
     [
@@ -54,13 +49,6 @@ def test_a_clause_that_is_wrong_dangerous_or_endless_is_refused(journal: Journal
     with pytest.raises(JournalError):
         journal.groups(where)
     assert len(journal.groups()[0]) == 8
-
-
-def test_groups_come_in_pages(tmp_path: Path) -> None:
-    journal = JournalReader(make_run(tmp_path / "run", groups=30) / FILE_NAME)
-    (first, has_more), (second, has_third) = (journal.groups(order="group_id", page=page) for page in (0, 1))
-    assert (len(first), has_more, len(second), has_third) == (50, True, 10, False)
-    assert second[0]["group_id"] == 50
 
 
 def test_one_group_has_its_answers_steps_and_tokens(journal: JournalReader) -> None:

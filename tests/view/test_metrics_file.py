@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.base.telemetry.metrics import DeclarationFile, Metric
-from async_rl.tools.view.metrics_file import CHARTS, MAX_POINTS, MOST_STEPS, MetricsFile, thinned
+from async_rl.tools.view.metrics_file import MAX_POINTS, MOST_STEPS, MetricsFile, thinned
 
 KEY = "reward/mean"
 
@@ -44,13 +44,6 @@ def test_a_file_that_a_resume_replaced_is_read_again(tmp_path: Path) -> None:
     partial.write_text(lines({"step": 1, KEY: 7.0}))
     partial.replace(path)
     assert metrics.refresh().values(KEY) == [(1.0, 7.0)]
-
-
-def test_a_missing_file_holds_no_metrics(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl").refresh()
-    start, now, _ = metrics.start_and_now()
-    assert (metrics.last_step, metrics.last(KEY), start.all(), now.all(), metrics.alarms()) == (0, None, {}, {}, {})
-    assert [chart["lines"] for chart in metrics.charts()] == [[]] * len(CHARTS)
 
 
 def test_tiles_show_the_first_and_the_last_steps_weighted_by_their_time(tmp_path: Path) -> None:

@@ -44,23 +44,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
             Runs(folder)
 
 
-def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path: Path) -> None:
-    run = refreshed(make_run(tmp_path / "run", steps=12, note="running"))
-    assert (run.state.name, run.state.text) == ("running", "")
-    assert run.state.processes[0]["waited_s"] == 2.0
-    assert run.time_left_s == pytest.approx(8.0)  # 8 of 20 steps are left, at 1 s a step
-
-
-def test_servers_that_do_not_serve_are_listed(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=12, note="running")
-    saved = json.loads((folder / "status.json").read_text())
-    states = {"rollout/0": "serving", "rollout/1": "draining"}
-    servers = [{"name": name, "state": state, "since_s": saved["time_s"] - 7} for name, state in states.items()]
-    (folder / "status.json").write_text(json.dumps(saved | {"servers": servers}))
-    (line,) = refreshed(folder).state.servers
-    assert line.startswith("rollout/1") and "draining" in line
-
-
 @pytest.mark.parametrize(
     ("limits", "text", "share", "left_s"),
     [
@@ -87,12 +70,6 @@ def test_a_run_that_ended_says_why_it_ended_early_and_nothing_of_its_processes(r
     assert run.state.text == "the task is solved"
     set_status(run_dir, note="ended: staleness.max must be 0")
     assert "staleness.max must be 0" in run.state.text
-
-
-def test_a_run_that_is_paused_says_why(tmp_path: Path) -> None:
-    run = refreshed(make_run(tmp_path / "run", note="paused by the watcher since step 8: the KL is 12"))
-    assert run.state.name == "paused" and "step 8: the KL is 12" in run.state.text
-    assert run.state.processes and run.time_left_s is None
 
 
 def test_a_driver_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> None:

@@ -7,20 +7,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.base.telemetry.timeline import ChromeTrace, Sample, Span
-from async_rl.tools.view.timeline_file import Segment, TimelineFile, step_ends_s
+from async_rl.tools.view.timeline_file import TimelineFile, step_ends_s
 from tests.kit.view.run_dirs import write_timeline
-
-
-def test_a_window_has_the_states_of_both_pools(tmp_path: Path) -> None:
-    write_timeline(tmp_path, steps=6)
-    window = TimelineFile(tmp_path / "timeline.json").refresh().window(3, 4, number_of_first=1)
-    assert window is not None
-    assert (window.first_step, window.last_step) == (3, 4)
-    assert window.duration_s == pytest.approx(2.0)
-    assert window.step_ends_s == pytest.approx([1.0, 2.0])
-    names = [(segment.state, segment.name) for segment in window.lanes["learner/0"]]
-    assert names == [("wait_data", "batch"), ("busy", "update"), ("sync", "push")] * 2
-    assert window.waits_s == pytest.approx({"batch/busy": 0.6, "push": 0.2})
 
 
 @pytest.mark.parametrize("is_closed, shown", [(False, 2), (True, 3)])
@@ -49,23 +37,6 @@ def test_a_pool_that_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert len(timeline.step_ends_s()) == 19  # the last line has no end yet
 
 
-def test_a_wait_while_a_lost_server_was_started_again_is_named(tmp_path: Path) -> None:
-    trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
-    trace.add(
-        [
-            Span("learner/0", "busy", 0, 1, "update"), Span("learner/0", "wait_data", 1, 8, "batch"),
-            Span("learner/0", "busy", 8, 9, "update"), Span("rollout/0", "busy", 0, 2),
-            Span("rollout/0", "other", 2.5, 7, "restart"), Span("rollout/0", "busy", 7, 9),
-        ],
-        [],
-    )  # fmt: skip
-    trace.close()
-    window = TimelineFile(tmp_path / "timeline.json").refresh().window(1, 2, number_of_first=1)
-    assert window is not None
-    assert window.waits_s == pytest.approx({"batch/busy": 2.0, "batch/other": 0.5, "batch/restart": 4.5})
-    assert Segment("other", "restart", 2.5, 7.0) in window.lanes["rollout/0"]
-
-
 def test_a_wait_for_a_batch_is_split_by_what_rollout_did(tmp_path: Path) -> None:
     trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
     trace.add(
@@ -87,12 +58,6 @@ def test_steps_of_a_resumed_run_keep_their_numbers(tmp_path: Path) -> None:
     window = TimelineFile(tmp_path / "timeline.json").refresh().window(1, 43, number_of_first=41)
     assert window is not None
     assert (window.first_step, window.last_step) == (41, 43)
-
-
-def test_steps_that_are_not_in_the_file_have_no_window(tmp_path: Path) -> None:
-    write_timeline(tmp_path, steps=3)
-    assert TimelineFile(tmp_path / "timeline.json").refresh().window(7, 9, number_of_first=1) is None
-    assert TimelineFile(tmp_path / "missing.json").refresh().window(1, 2, number_of_first=1) is None
 
 
 def test_a_file_that_grows_is_followed_from_where_it_was(tmp_path: Path) -> None:

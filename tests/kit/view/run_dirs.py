@@ -54,30 +54,6 @@ def text_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", ve
     return make_group(group_id, tokens_of(prompt), rows, version, keeps_kv=True)
 
 
-QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY = "6 * 7 = ?", " [the calculator says 42] ", "It is 42."
-
-
-def make_episodes(group_id: int, version: int = 0) -> Group:
-    """Return a group of two episodes. A row has two turns with a tool's result between; the second episode has two."""
-    parts = [QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY]
-    lengths = [len(part) for part in parts]
-    mask = np.repeat([True, False, True], lengths)
-    row = Row(
-        tokens=np.array(tokens_of("".join(parts)), np.int32), logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
-        versions=np.repeat([version, version, version + 1], lengths).astype(np.int32), mask=mask, reward=1.0,
-        finish_reason="stop", turn_ends=(lengths[0] - 1, sum(lengths) - 1), turn_rewards=(0.25, 0.75),
-    )  # fmt: skip
-    half = dataclasses.replace(row, turn_rewards=(0.125, 0.375))
-    facts = [
-        EpisodeFacts(
-            rows=rows, turns=2 * rows, tool_calls=rows, generate_s=1.25, tool_s=0.5, duration_s=2.0, end="done"
-        )
-        for rows in (1, 2)
-    ]
-    group = text_group(group_id, ["x"], version=version)
-    return dataclasses.replace(group, rows=(row, half, half), episodes=tuple(facts))
-
-
 CHAT_PROMPT = (
     "<|im_start|>system\nYou are a shop. Answer in one line.<|im_end|>\n"
     "<|im_start|>user\nWhat does a pear cost?<|im_end|>\n<|im_start|>assistant\n"

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.rewards.code.cases import read_cases
-from rollout_server.tasks.examples import Programs
-from tests.kit.configs import changed, make_config
 from tests.kit.documents import run
-from tests.kit.engines.fakes import TOKENIZER
 from tests.kit.runs import logged
 from tests.kit.sandbox import needs_bubblewrap
 
@@ -47,29 +43,3 @@ def test_a_run_scores_programs_in_the_sandbox_and_names_the_reward(tmp_path: Pat
     with closing(sqlite3.connect(run_dir / "trajectories.sqlite")) as database:
         rows = database.execute("SELECT reward, rewards FROM rows").fetchall()
     assert all(json.loads(rewards)["code"] == reward for reward, rewards in rows)
-
-
-@pytest.mark.e2e
-@pytest.mark.nightly
-@pytest.mark.timeout(3000)
-@needs_bubblewrap
-def test_the_model_learns_to_write_the_programs(tmp_path: Path) -> None:
-    lines = trained(tmp_path, "", "", timeout_s=1500)
-    first, *_, last = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    assert first < 0.35 and last > 0.55, (first, last)
-
-
-def test_the_questions_have_one_program_each_and_held_out_ones_are_others() -> None:
-    config = changed(make_config(), task={"name": "rollout_server.tasks.examples:Programs"}, eval={"num_prompts": 1000})
-    task = Programs(config, TOKENIZER)
-    train = [task.train_question(number) for number in range(task.num_prompts)]
-    held_out = task.eval_questions()
-    assert len(train) == 537 and len(held_out) == 135
-    assert len({(each.messages[0]["content"], each.solution) for each in (*train, *held_out)}) == 672
-    for question in train[:50]:
-        (case,) = read_cases(question.ground_truth)
-        values = [eval(question.solution, {"x": int(x)}) for x in case.stdin.split()]
-        assert case.is_passed_by("\n".join(map(str, values))) and not case.is_passed_by("\n".join(map(str, values[1:])))
-        shown = [pair.split(">") for pair in question.messages[0]["content"].split()]
-        assert all(eval(question.solution, {"x": int(x)}) == int(y) for x, y in shown)
-        assert task.verify(question, f" {question.solution}\n") == 1 and task.verify(question, "x") == 0

@@ -7,8 +7,7 @@ import dataclasses
 import json
 import re
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,25 +18,15 @@ from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.pipeline import run
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.export import export
+from rollout_server.question import Question
 from rollout_server.worker.eval_command import evaluate_model
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
-REWARD = '''
-def parity(question, response):
+def parity(question: Question, response: str) -> float:
     """1 or 0 by every character of the answer, so that one other token shows in half of the answers."""
     return float(sum(map(ord, response)) % 2)
-'''
-
-
-@pytest.fixture
-def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "parity_reward.py").write_text(REWARD)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "parity_reward:parity"
-    sys.modules.pop("parity_reward", None)
 
 
 def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, float]:
@@ -54,14 +43,14 @@ def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, flo
     [("hf", 2, 2, 0.8), ("sglang", 1, 1, 0.0)],
 )
 def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
-    smoke_yaml: Path, tmp_path: Path, reward: str, engine: str, servers: int, ranks: int, ema_decay: float
+    smoke_yaml: Path, tmp_path: Path, engine: str, servers: int, ranks: int, ema_decay: float
 ) -> None:
     """With a moving average of the weights it is this that they are served, and that `async-rl export` writes."""
     config = load_config(smoke_yaml, [
-        f"run.dir={tmp_path}", "run.name=apart", f"rollout.engine={engine}", "staleness.max=2", f"task.reward={reward}",
-        f"placement.eval.servers={servers}", "eval.every_steps=2", "eval.num_prompts=25", "eval.samples_per_prompt=4",
-            "learner.lr=1e-2",
-        "checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6", f"placement.learner.ranks={ranks}",
+        f"run.dir={tmp_path}", "run.name=apart", f"rollout.engine={engine}", "staleness.max=2",
+        f"task.reward={__name__}:parity", f"placement.eval.servers={servers}", "eval.every_steps=2",
+        "eval.num_prompts=25", "eval.samples_per_prompt=4", "learner.lr=1e-2", "checkpoint.every_steps=2",
+        "checkpoint.keep_last=9", "run.steps=6", f"placement.learner.ranks={ranks}",
         f"learner.ema_decay={ema_decay}",
     ])  # fmt: skip
     summary = run(config)

@@ -17,7 +17,7 @@ from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
-def options(kind: str, engine: str, seed: int) -> list[str]:
+def options(engine: str, seed: int) -> list[str]:
     """With an odd seed tokens come with the ids that they were drawn from."""
     return [
         "placement.rollout.servers=2", "placement.learner.ranks=2", "staleness.max=2", "eval.num_prompts=0",
@@ -56,22 +56,16 @@ def test_a_server_that_dies_between_two_pushes_or_within_one_is_replaced(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "engine", "seed"),
-    [("worker", "sglang", 1), ("buffer", "hf", 2), ("server", "sglang", 3), ("silent", "hf", 1)],
+    [
+        ("worker", "sglang", 1), ("buffer", "hf", 2), ("server", "sglang", 3), ("silent", "hf", 1),
+        ("learner", "hf", 1), ("driver", "sglang", 2),
+    ],
 )
-def test_lost_processes_come_back_and_every_group_is_accounted_for(
+def test_lost_processes_come_back_or_end_the_run_and_every_group_is_counted(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
     """Many seeds of each: python -m benchmarks.kill_matrix."""
-    check(kill_once(str(smoke_yaml), kind, options(kind, engine, seed), random.Random(seed), tmp_path), tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "engine", "seed"), [("learner", "hf", 1), ("driver", "sglang", 2)])
-def test_a_run_that_loses_a_rank_or_its_driver_ends_in_a_minute_and_resumes(
-    smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
-) -> None:
-    check(kill_once(str(smoke_yaml), kind, options(kind, engine, seed), random.Random(seed), tmp_path), tmp_path)
+    check(kill_once(str(smoke_yaml), kind, options(engine, seed), random.Random(seed), tmp_path), tmp_path)
 
 
 @pytest.mark.nightly
@@ -80,7 +74,7 @@ def test_a_run_that_loses_a_rank_or_its_driver_ends_in_a_minute_and_resumes(
 def test_a_process_that_dies_where_pushes_are_staged_is_replaced_or_ends_the_run(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str
 ) -> None:
-    staged = [*options(kind, engine, 1), "weight_sync.double_buffer=device", "weight_sync.bucket_bytes=65536"]
+    staged = [*options(engine, 1), "weight_sync.double_buffer=device", "weight_sync.bucket_bytes=65536"]
     check(kill_once(str(smoke_yaml), kind, staged, random.Random(1), tmp_path), tmp_path)
 
 
@@ -105,7 +99,7 @@ def test_a_process_that_dies_where_pushes_are_compact_is_replaced_or_ends_the_ru
 ) -> None:
     """Changes are pushed again after the loss: who has come back gets whole weights once."""
     compact = [
-        *options(kind, engine, 1), *COMPACT[form], f"weight_sync.transport={transport}",
+        *options(engine, 1), *COMPACT[form], f"weight_sync.transport={transport}",
         "weight_sync.bucket_bytes=65536", "task.reward=tests.e2e.test_old_kv:vowels",
     ]
     check(kill_once(str(smoke_yaml), kind, compact, random.Random(1), tmp_path), tmp_path)

@@ -27,14 +27,11 @@ SIZES = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", ["sglang"])
-def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
-    smoke_yaml: Path, tmp_path: Path, engine: str
-) -> None:
+def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(smoke_yaml: Path, tmp_path: Path) -> None:
     """After each push the server has the bits of all weights that the learner wrote of that version."""
     model = save_moe(tmp_path / "moe", **SIZES)
     config = load_config(smoke_yaml, [
-        f"model.path={model}", f"run.dir={tmp_path / 'runs'}", f"rollout.engine={engine}", "run.steps=3",
+        f"model.path={model}", f"run.dir={tmp_path / 'runs'}", "rollout.engine=sglang", "run.steps=3",
         "staleness.max=0", "learner.lr=1e-2", "eval.num_prompts=0", "task.reward=tests.e2e.test_old_kv:vowels",
         "weight_sync.bucket_bytes=1000000", f"weight_sync.transport={GLOO}", "checkpoint.models_every_steps=1",
     ])
@@ -49,7 +46,7 @@ def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     assert sorted(pushes) == [1, 2, 3]
     for version, sums in pushes.items():
         tensors = load_file(config.run_dir / "models" / f"step_{version}" / "model.safetensors")
-        assert sums["rollout/0"] == expected_sums(engine, tensors, torch.float32)
+        assert sums["rollout/0"] == expected_sums("sglang", tensors, torch.float32)
     mismatches = [record["parity/precision/mean_abs"] for record in logged(config.run_dir) if "staleness/max" in record]
     assert max(mismatches) < 2e-5, mismatches
 

@@ -46,10 +46,6 @@ TWO_PAIRS = ["placement.learner.ranks=2", "placement.rollout.servers=2"]
         pytest.param(
             "grpo-two-in-turns", [*IN_TURNS, *TWO_PAIRS, "eval.every_steps=2"], 0, marks=pytest.mark.nightly
         ),
-        pytest.param(
-            "grpo-two-in-turns-by-disk", [*IN_TURNS, *TWO_PAIRS, "weight_sync.transport=disk"], 0,
-            marks=pytest.mark.nightly,
-        ),
         pytest.param("grpo-async", TWO_RANKS, 2, marks=pytest.mark.nightly),  # in CI two ranks: test_resume.py
         ("ppo-async", ["weight_sync.bucket_bytes=65536", *PPO, *LORA_AND_REFERENCE], 2),
     ],

@@ -1,4 +1,4 @@
-"""Runs from the command line: a crash, and two runs on one host. test_resume.py interrupts runs."""
+"""Two runs on one host, one of which crashes, and strangers on the host of a run."""
 
 from __future__ import annotations
 
@@ -34,17 +34,6 @@ def test_two_runs_of_one_name_share_a_host_and_one_may_crash(smoke_yaml: Path, t
     seen = max(len(logged(going_on)), 2)
     wait_until(lambda: len(logged(going_on)) > seen, 180, "a step after the other run has ended")
     assert_a_crash_ends_the_run(long, "sglang::scheduler", "rollout")
-
-
-@pytest.mark.nightly
-def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
-    """The crash of a learner rank is in test_resume.py."""
-    command = start(
-        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=crash", "run.steps=10000", "rollout.engine=hf",
-        "buffer.journal=false",
-    )
-    wait_until(lambda: len(logged(tmp_path / "crash")) > 2, 180, "two steps")
-    assert_a_crash_ends_the_run(command, "BufferActor", "buffer")
 
 
 @pytest.mark.nightly

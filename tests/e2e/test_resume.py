@@ -187,14 +187,12 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tm
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("slices", [2])
 def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
-    slices: int, smoke_yaml: Path, tmp_path: Path, start: Start
+    smoke_yaml: Path, tmp_path: Path, start: Start
 ) -> None:
     run_dir = tmp_path / "killed"
-    split = f"learner.sequence_parallel={slices}"
-    asked = options(tmp_path, "killed", 10000, "staleness.max=1", "checkpoint.every_steps=2", split)
-    command = start("train", str(smoke_yaml), *asked, "placement.learner.ranks=2")
+    asked = options(tmp_path, "killed", 10000, "staleness.max=1", "checkpoint.every_steps=2")
+    command = start("train", str(smoke_yaml), *asked, "placement.learner.ranks=2", "learner.sequence_parallel=2")
     wait_until(lambda: len(list_checkpoints(run_dir)) > 1, 180, "two checkpoints")
     busy = start("train", "--resume", str(run_dir))
     assert busy.wait(60) == 2

@@ -10,11 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from pyarrow import parquet
 from transformers import PreTrainedModel
@@ -32,6 +30,10 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "two_nodes_here.sh"
 ON_TWO_HOSTS, TRAIN = ("bash", str(SCRIPT), "env"), (sys.executable, "-m", "async_rl.cli", "train")
+PLACED = (
+    "rollout.engine=hf", "placement.rollout.nodes=1", "placement.learner.resource=learner",
+    "placement.rollout.resource=rollout",
+)
 
 
 def why_not() -> str:
@@ -47,39 +49,25 @@ def why_not() -> str:
     return "" if made.returncode == 0 else f"network namespaces are not permitted here: {made.stderr.strip()}"
 
 
-def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str, not_shared: Path | None = None) -> str:
-    """Run the documented command as run `two` in tmp_path; returns its output. tmp_path/link counts the traffic.
+def run_on_two_hosts(
+    smoke_yaml: Path, tmp_path: Path, *overrides: str, not_shared: Path, command_has: tuple[str, ...] = (),
+    code: int = 0,
+) -> subprocess.CompletedProcess[str]:
+    """Run the documented command as run `two` in tmp_path, with the server on the second host.
 
     Args:
         not_shared: a folder that the second host does not see.
     """
-    names = (f"run.dir={tmp_path}", "run.name=two")
-    return run_on_two_hosts(tmp_path, str(smoke_yaml), *names, "staleness.max=1", *overrides, not_shared=not_shared)
-
-
-def run_on_two_hosts(
-    tmp_path: Path, *arguments: str, not_shared: Path | None = None, command_has: tuple[str, ...] = (),
-    python_path: Path = ROOT,
-) -> str:  # fmt: skip
-    done = command_on_two_hosts(
-        tmp_path, *arguments, not_shared=not_shared, command_has=command_has, python_path=python_path
+    words = [str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", *PLACED, *overrides]
+    done = subprocess.run(
+        [*ON_TWO_HOSTS, *command_has, *TRAIN, *words], cwd=ROOT, env=environment_of_two_hosts(tmp_path, not_shared),
+        capture_output=True, text=True, timeout=380,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
-def command_on_two_hosts(
-    tmp_path: Path, *arguments: str, not_shared: Path | None = None, command_has: tuple[str, ...] = (),
-    python_path: Path = ROOT,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    environment = environment_of_two_hosts(tmp_path, not_shared, python_path)
-    return subprocess.run(
-        [*ON_TWO_HOSTS, *command_has, *TRAIN, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=380,
-    )
-
-
-def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_path: Path = ROOT) -> dict[str, str]:
+def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None) -> dict[str, str]:
     """The variables of SCRIPT; skips the test where there can't be two hosts."""
     if reason := why_not():
         pytest.skip(reason)
@@ -87,7 +75,7 @@ def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_pat
     inherited = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path}",
+        "PYTHONPATH": str(ROOT),
         "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
         **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
     }
@@ -95,16 +83,9 @@ def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_pat
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("engine", ["hf"])
-def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
-    smoke_yaml: Path, tmp_path: Path, engine: str
-) -> None:
-    """The server's host does not see run.dir."""
-    printed = train_on_two_hosts(
-        smoke_yaml, tmp_path, f"rollout.engine={engine}",
-        "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
-        "network.ports=20000-20063", not_shared=tmp_path,
-    )
+def test_learner_and_server_train_over_the_cable_without_a_shared_disk(smoke_yaml: Path, tmp_path: Path) -> None:
+    """The server's host does not see run.dir. tmp_path/link counts the traffic."""
+    printed = run_on_two_hosts(smoke_yaml, tmp_path, "network.ports=20000-20063", not_shared=tmp_path).stdout
     assert not (tmp_path / "two" / "logs" / "rollout-0.log").exists()  # it is on the other host
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
@@ -118,8 +99,6 @@ def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     received_bytes, sent_bytes = int(counts[0]), int(counts[8])
     assert sent_bytes > pushed_bytes  # the weights crossed the cable
     assert received_bytes > 4 * 16 * 12  # and the groups came back
-    seconds = [record["time/push_s"] for record in records if "time/push_s" in record]
-    print(f"{engine}: {pushed_bytes} bytes in {len(seconds)} pushes, {sum(seconds) / len(seconds) * 1e3:.0f} ms each")
 
 
 def letters(question: Question, response: str) -> float:
@@ -129,11 +108,8 @@ def letters(question: Question, response: str) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("engine", "victim", "push"), [
-    ("hf", "ray::RolloutActor", ("weight_sync.lora=adapter", "model.lora.rank=4", "placement.eval.servers=1")),
-])  # fmt: skip
 def test_a_restarted_server_on_another_host_samples_from_the_learners_weights(
-    smoke_yaml: Path, tmp_path: Path, engine: str, victim: str, push: tuple[str, ...]
+    smoke_yaml: Path, tmp_path: Path
 ) -> None:
     """Each logprob of the journal, also after a restart, is recomputed from the weights that the learner has saved."""
     alone, model = tmp_path / "alone", smoke_yaml.parent / "model"
@@ -145,15 +121,13 @@ def test_a_restarted_server_on_another_host_samples_from_the_learners_weights(
     command = MarkedCommand([
         str(smoke_yaml), f"run.dir={alone}", "run.name=two", "run.steps=400", f"model.path={model}",
         "task.name=", "task.params={}", f"task.path={tmp_path}/tr*.jsonl",
-        f"task.eval_path={tmp_path / 'held_out.jsonl'}",
-        f"task.reward={__name__}:letters", "staleness.max=1", "weight_sync.on_update=retract",
-        f"rollout.engine={engine}", "placement.rollout.nodes=1", "placement.rollout.resource=rollout",
-        "placement.learner.resource=learner", "eval.every_steps=4", *push,
-        "checkpoint.models_every_steps=1", "learner.lr=3e-3",
+        f"task.eval_path={tmp_path / 'held_out.jsonl'}", f"task.reward={__name__}:letters", "staleness.max=1",
+        "weight_sync.on_update=retract", "weight_sync.lora=adapter", "model.lora.rank=4", "placement.eval.servers=1",
+        "eval.every_steps=4", "checkpoint.models_every_steps=1", "learner.lr=3e-3", *PLACED,
     ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), environment_of_two_hosts(tmp_path, alone))
     try:
         wait_until(lambda: len(logged(run_dir)) > 2 or command.process.poll() is not None, 240, "two steps")
-        command.wait_for(victim)[0].kill()
+        command.wait_for("ray::RolloutActor")[0].kill()
         wait_until(lambda: "is back" in command.text() or command.process.poll() is not None, 240, "the restart")
         steps = len(logged(run_dir))
         wait_until(lambda: len(logged(run_dir)) > steps + 3 or command.process.poll() is not None, 120, "more steps")
@@ -193,10 +167,6 @@ def largest_change(before: PreTrainedModel, after: PreTrainedModel) -> float:
 
 OWN_MODULES = {
     "mine.py": """
-import json
-from pathlib import Path
-
-import rules
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 
@@ -205,8 +175,7 @@ class Words(Task):
     num_prompts = 40
 
     def train_question(self, position):
-        words = json.loads(Path(rules.__file__).with_name("words.json").read_text())
-        return Question(messages=({"role": "user", "content": words[position % 2]},), ground_truth=words[0])
+        return Question(messages=({"role": "user", "content": "Spell"},), ground_truth="Spell")
 
     def eval_questions(self):
         return [self.train_question(0)]
@@ -224,13 +193,11 @@ def score(question, response):
     "rules/late.py": """
 from pathlib import Path
 
-import more
-
 
 def score_of(question):
-    return float(Path(__file__).with_name("score.txt").read_text()) + more.MORE * (question.ground_truth == "Spell")
+    return float(Path(__file__).with_name("score.txt").read_text())
 """,
-    "rules/score.txt": "4.0", "more.py": "MORE = 3.0", "rules/words.json": '["Spell", "Say"]',
+    "rules/score.txt": "7.0",
 }
 """A working directory: a task and a reward that imports a helper late, which reads its data."""
 
@@ -243,10 +210,8 @@ def test_a_node_without_the_users_modules_gets_them_by_ray(smoke_yaml: Path, tmp
         (alone / name).parent.mkdir(parents=True, exist_ok=True)
         (alone / name).write_text(content)
     run_on_two_hosts(
-        tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", "rollout.engine=hf",
-        "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
-        "task.name=mine:Words", "task.params={}", "task.reward=mine:score",
-        not_shared=alone, command_has=(f"--chdir={alone}",),
+        smoke_yaml, tmp_path, "task.name=mine:Words", "task.params={}", "task.reward=mine:score", not_shared=alone,
+        command_has=(f"--chdir={alone}",),
     )
     assert [each["reward/mean"] for each in logged(tmp_path / "two") if "reward/mean" in each] == [7.0] * 4
 
@@ -256,88 +221,8 @@ def test_a_node_without_the_users_modules_gets_them_by_ray(smoke_yaml: Path, tmp
 def test_a_host_without_the_model_is_named_before_anything_starts(smoke_yaml: Path, tmp_path: Path) -> None:
     model = tmp_path / "alone" / "model"
     shutil.copytree(smoke_yaml.parent / "model", model)
-    done = command_on_two_hosts(
-        tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", f"model.path={model}", "rollout.engine=hf",
-        "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
-        not_shared=tmp_path / "alone",
-    )
-    assert done.returncode == 2
+    done = run_on_two_hosts(smoke_yaml, tmp_path, f"model.path={model}", not_shared=tmp_path / "alone", code=2)
     assert re.search(rf"10\.77\.0\.2 .*{model}.*model\.path", done.stderr)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(800)
-def test_a_run_on_two_hosts_resumes_on_a_new_cluster(
-    smoke_yaml: Path, tmp_path: Path
-) -> None:
-    train_on_two_hosts(
-        smoke_yaml, tmp_path, "rollout.engine=hf", "placement.rollout.nodes=1", "checkpoint.every_steps=4",
-        "placement.learner.resource=learner", "placement.rollout.resource=rollout",
-    )
-    run_dir = tmp_path / "two"
-    printed = run_on_two_hosts(tmp_path, "--resume", str(run_dir), "run.steps=6")
-    assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["steps"], summary["resumes"]) == (6, 1)
-    assert summary["buffer"]["buffer/unaccounted"] == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(400)
-def test_a_learner_of_two_hosts_that_each_hold_a_copy_trains(smoke_yaml: Path, tmp_path: Path) -> None:
-    printed = train_on_two_hosts(
-        smoke_yaml, tmp_path, "rollout.engine=hf", "placement.learner.nodes=2", "placement.rollout.servers=2",
-        "learner.sharding=hybrid",
-    )
-    for host in ("10.77.0.1", "10.77.0.2"):
-        assert re.search(rf"placed: .*{host}: [^;]*rollout/\d, learner/\d", printed), printed
-    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
-    assert summary["steps"] == 4
-    assert summary["buffer"]["buffer/unaccounted"] == 0
-
-
-NOTE_VARIABLES = """
-import os
-from pathlib import Path
-
-found = " ".join(os.environ.get(name, "-") for name in ("ASYNC_RL_HOST", "OF_THE_COMMAND"))
-Path(__file__).with_name(str(os.getpid())).write_text(found)
-"""
-"""A sitecustomize.py, which each Python process runs at its start: Ray's overwrite what the system tells of them later.
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(400)
-def test_actors_have_the_variables_of_the_ray_start_of_their_host_alone(smoke_yaml: Path, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (notes / "sitecustomize.py").write_text(NOTE_VARIABLES)
-    seen: set[tuple[str, str]] = set()
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.1):
-            for process in psutil.process_iter():
-                with contextlib.suppress(psutil.Error, FileNotFoundError):
-                    title = " ".join(process.cmdline())
-                    if role := re.match(r"ray::(\w+)Actor|.*async_rl\.cli train", title):
-                        seen.add((role[1] or "driver", (notes / str(process.pid)).read_text()))
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        run_on_two_hosts(
-            tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", "rollout.engine=hf",
-            "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
-            command_has=("OF_THE_COMMAND=yes",), python_path=notes,
-        )
-    finally:
-        done.set()
-        watcher.join(10)
-    assert seen == {
-        ("driver", "- yes"), ("Buffer", "10.77.0.1 -"), ("Learner", "10.77.0.1 -"), ("Rollout", "10.77.0.2 -")
-    }
 
 
 @pytest.mark.nightly
@@ -350,10 +235,8 @@ def test_a_second_host_joins_leaves_and_comes_back_while_steps_are_made(smoke_ya
         "ASYNC_RL_CPUS": "2", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "20",
     }
     command = MarkedCommand([
-        str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "run.steps=1000000", "staleness.max=1",
-        "rollout.engine=hf", "placement.rollout.servers={min: 1, max: 2}", "placement.rollout.nodes=1",
-        "placement.rollout.resource=rollout", "placement.learner.resource=learner", "eval.num_prompts=0",
-        "task.size=100000",
+        str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "run.steps=1000000", "staleness.max=1", *PLACED,
+        "placement.rollout.servers={min: 1, max: 2}", "eval.num_prompts=0", "task.size=100000",
     ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), variables)  # fmt: skip
 
     def until(text: str, times: int, what: str) -> None:

@@ -192,13 +192,6 @@ def test_a_stranger_trains_from_the_command_line_and_from_python(programs: Path,
     assert 0 <= float(accuracy) <= 1
 
 
-def test_a_page_of_the_documentation_is_found_where_the_wheel_has_put_it(programs: Path, project: Path) -> None:
-    program = "from async_rl.base.seams.lookup import doc_page; print(doc_page('how-to/python.md'))"
-    page = Path(run(programs, project, "python", "-c", program).stdout.strip())
-    assert page.is_relative_to(programs.parent)
-    assert page.read_text() == (ROOT / "docs" / "how-to" / "python.md").read_text()
-
-
 def test_what_is_an_extra_is_named_where_it_is_missing(programs: Path, project: Path) -> None:
     for words, extra in (
         (("view", "runs"), "page"),

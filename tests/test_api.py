@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import threading
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,9 @@ from async_rl import pipeline
 from async_rl.api import config_to_start, evaluation_config
 from async_rl.base.config import Config
 from async_rl.base.errors import ProcessDiedError
-from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.base.run_dir.run_dir import new_run_dir, write_config
 from async_rl.run.processes.signals import RunControl, StopSignals
+from tests.kit.runs import make_checkpoint
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
 
@@ -87,28 +83,10 @@ def test_a_run_can_be_started_where_an_event_loop_is_running(learner: FakeLearne
     assert asyncio.run(cell())["steps"] == 3
 
 
-def test_the_settings_given_are_not_changed_and_a_config_is_taken_as_it_is(learner: FakeLearner) -> None:
-    settings = {**SETTINGS, "staleness": {"max": 2}}
-    config = async_rl.load_config(settings, ["staleness.max=5"])
-    assert settings["staleness"] == {"max": 2}
-    assert async_rl.TrainingRun(config).config is config
-    assert async_rl.TrainingRun(config, ["staleness.max=1"]).config.staleness.max == 1
-    assert str(async_rl.TrainingRun(config, resume="runs/a").config.run.resume) == "runs/a"
-
-
-def test_another_preset_over_a_config_is_that_of_its_settings_with_the_preset() -> None:
-    config = async_rl.load_config(SETTINGS)
-    wanted = async_rl.load_config(SETTINGS, ["algorithm.preset=ppo"])
-    assert async_rl.TrainingRun(config, ["algorithm.preset=ppo"]).config == wanted
-
-
 def begin(run_dir: Path, version: int = 5, **settings: Any) -> dict[str, Any]:
     """Make the directory of a run that has a checkpoint, and return its settings."""
     settings = {**SETTINGS, **settings, "run": {"dir": str(run_dir.parent), "name": run_dir.name, "steps": 7}}
-    folder = checkpoint_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
+    make_checkpoint(run_dir, version)
     write_config(async_rl.load_config(settings))
     return settings
 
@@ -185,14 +163,6 @@ def test_leaving_the_loop_by_break_ends_the_run_with_the_block(learner: FakeLear
     assert learner.told == []
 
 
-def test_what_is_asked_for_after_the_end_of_a_run_does_nothing(learner: FakeLearner) -> None:
-    control = RunControl()
-    control.connect(learner)
-    control.disconnect()
-    control.end("too late")
-    assert learner.told == []
-
-
 def test_an_end_also_holds_for_the_learner_with_which_a_rollback_goes_on(learner: FakeLearner) -> None:
     control, next_learner = RunControl(), FakeLearner()
     control.connect(learner)
@@ -248,51 +218,6 @@ def test_the_error_of_a_callback_ends_the_run_with_its_step_and_is_raised(monkey
     assert asked.is_set()
 
 
-@pytest.mark.parametrize("signal_first", [True, False])
-def test_the_error_of_a_callback_and_one_signal_do_not_end_the_run_at_once(
-    monkeypatch: pytest.MonkeyPatch, signal_first: bool
-) -> None:
-    asked, seen = threading.Event(), list[StopSignals]()
-
-    def go(signals: StopSignals, control: RunControl) -> None:
-        seen.append(signals)
-        with signals.deferred(asked.set):
-            control.on_step(1, {})
-            assert asked.wait(20)
-        if not signal_first:
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise KeyboardInterrupt("resume with ...")
-
-    def fail(step: async_rl.TrainedStep) -> None:
-        if signal_first:
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise ZeroDivisionError
-
-    pipeline_that(monkeypatch, go)
-    with pytest.raises(ZeroDivisionError):
-        async_rl.train(SETTINGS, callbacks=[fail])
-    assert seen[0].requested and not seen[0].at_once
-
-
-def test_a_second_ctrl_c_ends_the_run_at_once_and_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = threading.Event()
-
-    def go(signals: StopSignals, control: RunControl) -> None:
-        control.on_step(1, {})
-        assert begun.wait(20)
-        with signals.deferred(lambda: os.kill(os.getpid(), signal.SIGINT)):
-            os.kill(os.getpid(), signal.SIGINT)
-            while not signals.at_once:
-                threading.Event().wait(0.01)
-        raise KeyboardInterrupt("resume with: async-rl train --resume runs/a")
-
-    pipeline_that(monkeypatch, go)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        async_rl.train(SETTINGS, callbacks=[lambda step: begun.set()])
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_model_without_a_configuration_beside_it_is_not_evaluated(tmp_path: Path) -> None:
     with pytest.raises(async_rl.ConfigError, match="nothing"):
         async_rl.evaluate(tmp_path / "nothing")
@@ -311,20 +236,3 @@ def test_a_model_is_evaluated_by_the_configuration_of_the_run_that_holds_it(
     (tmp_path / folder / model).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / folder)
     assert evaluation_config(model, None).staleness.max == 6
-
-
-def test_every_public_name_is_there_and_others_are_errors() -> None:
-    assert all(getattr(async_rl, name) for name in async_rl.__all__)
-    assert set(async_rl.__all__) <= set(dir(async_rl))
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = async_rl.nothing  # type: ignore[attr-defined]
-
-
-@pytest.mark.processes
-def test_the_package_is_the_command_and_its_types_are_published() -> None:
-    done = subprocess.run([sys.executable, "-m", "async_rl", "--version"], capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"async-rl {async_rl.__version__}\n"
-    root = Path(async_rl.__file__).parents[1]
-    tools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for package in (name.rstrip("*") for name in tools["packages"]["find"]["include"]):
-        assert (root / package / "py.typed").is_file() and "py.typed" in tools["package-data"][package], package

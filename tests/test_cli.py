@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from async_rl import pipeline
 from async_rl.base.config import Config
 from async_rl.base.errors import ProcessDiedError
-from async_rl.base.run_dir.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.cli import GROUPS, main
+from async_rl.cli import main
 from async_rl.run.processes.signals import StopSignals
 from benchmarks.marked_command import MarkedCommand, wait_until
 from tests.kit.models import save_tiny_model
@@ -69,23 +68,6 @@ def test_a_command_that_there_is_not_is_answered_with_the_one_that_was_meant(
     assert meant in capsys.readouterr().err
 
 
-def test_help_lists_every_command_once_and_errors_show_the_commands_own_usage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    listed = [name for names in GROUPS.values() for name in names]
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines() if line.startswith("  ")][2:] == listed
-    for name in listed:
-        with pytest.raises(SystemExit):
-            main([name, "--nonsense", "a", "b", "c"])
-        assert f"usage: async-rl {name} " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["fly"])
-    assert "nonsense" not in capsys.readouterr().err
-
-
 def test_staleness_is_an_option_of_train(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
     monkeypatch.setattr(pipeline, "run", lambda config, *_: seen.append(config) or {})
@@ -108,35 +90,6 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
         assert main(["train", "run.steps=7", "staleness.max=3", file]) == 0
         assert main(["train", "run.steps=7", file, "staleness.max=3"]) == 0
     assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3)] * 9
-
-
-def test_the_size_of_gpus_is_for_a_dry_run(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("async_rl.run.before_start.dry_run.dry_run", lambda config, check, gpu_gb, _: f"{gpu_gb}")
-    assert main(["train", str(config_file), "--dry-run", "--gpu-gb", "80"]) == 0
-    assert capsys.readouterr().out == "80.0"
-    assert main(["train", str(config_file), "--gpu-gb", "80"]) == 2
-    assert "--gpu-gb goes with --dry-run" in capsys.readouterr().err
-
-
-def test_resume_auto_starts_a_run_goes_on_with_it_and_sees_its_end(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(pipeline, "run", lambda config, *_: seen.append(config.run.resume) or {})
-    command = ["train", str(config_file), f"run.dir={tmp_path}", "run.name=job", "run.steps=7", "--resume", "auto"]
-    assert main(command) == 0
-    for version in (5, 7):
-        folder = checkpoint_folder(tmp_path / "job", version)
-        folder.mkdir(parents=True)
-        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-        write_training_state(folder, state)
-        assert main(command) == 0
-    assert seen == ["", str(tmp_path / "job"), str(tmp_path / "job")], "its end is left to do"
-    (tmp_path / "job" / "summary.json").write_text('{"steps": 7}')
-    assert main(command) == 0 and len(seen) == 3
-    assert f"{tmp_path}/job" in capsys.readouterr().out
 
 
 def test_a_leading_tilde_in_an_argument_is_the_home_directory(
@@ -175,18 +128,6 @@ def test_a_bug_keeps_its_stack_trace(config_file: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "run", lambda config, signals, beside: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", str(config_file)])
-
-
-def test_a_run_ends_with_the_command_for_the_same_at_another_staleness(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pipeline, "run", lambda config, *_: {"run_dir": "runs/a"})
-    for word, other in (("staleness.max=2", 0), ("staleness.max=0", 1)):
-        assert main(["train", str(config_file), "run.steps=7", word, "run.name=a"]) == 0
-        (command,) = [line for line in capsys.readouterr().out.splitlines() if "--staleness" in line]
-        words = command.split("#")[0].split()
-        assert words[1:-1] == ["train", str(config_file), "run.steps=7", "--staleness", str(other)]
-        assert words[-1] in ("run.name=a-sync", "run.name=a-async")
 
 
 @pytest.mark.processes  # it computes for long

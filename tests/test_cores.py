@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.base import cores
-from async_rl.base.cores import SPINS, limit_spinning, server_threads, threads_per_process, usable_cores
+from async_rl.base.cores import SPINS, server_threads, threads_per_process, usable_cores
 from rollout_server.engines.sglang import launch as sglang
 from rollout_server.engines.vllm import engine as vllm
 from tests.kit.configs import make_config
@@ -47,19 +47,6 @@ def test_a_server_gets_its_share_of_the_cores_though_ray_says_one_thread(
     of_sglang = sglang.server_environment(config, {"dtype": "auto"})
     of_vllm = vllm.server_environment(config, sys.executable, on_gpu=False)
     assert (of_sglang["OMP_NUM_THREADS"], of_vllm["OMP_NUM_THREADS"]) == (expected, expected)
-
-
-@pytest.mark.parametrize(("set_by_user", "expected"), [
-    ({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None),
-])
-def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise(
-    set_by_user: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, set_by_user[name]) if name in set_by_user else monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    limit_spinning()
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 @pytest.mark.processes

@@ -46,17 +46,6 @@ def test_an_environment_of_a_host_without_gpu_is_made_anew_where_there_is_one(
     assert (tmp_path / "made").exists() == is_anew, done.stdout
 
 
-@pytest.mark.parametrize("has_uv", [True, False])
-def test_uv_installs_where_it_is_on_the_path_from_the_same_indexes_as_pip(tmp_path: Path, has_uv: bool) -> None:
-    done = set_up(tmp_path, "2.35", "580", "2.13.0", has_uv=has_uv)
-    assert done.returncode != 0  # neither has installed anything
-    called = tmp_path / "uv"
-    assert called.exists() == has_uv
-    if has_uv:
-        python = str(tmp_path / "venv" / "bin" / "python")
-        assert called.read_text().split() == ["pip", "install", "--python", python, "/some/wheels"]
-
-
 def set_up(
     folder: Path, glibc: str, driver: str, torch: str, has_uv: bool = False
 ) -> subprocess.CompletedProcess[str]:

@@ -126,21 +126,6 @@ def test_a_preempted_job_lets_the_run_end_and_goes_back_into_the_queue(tmp_path:
 
 
 @pytest.mark.processes
-def test_a_signal_before_training_has_begun_puts_the_job_back_into_the_queue(tmp_path: Path, start: Start) -> None:
-    waits = start(LATE="yes")
-    wait_until(lambda: len(calls(tmp_path, "ray status")) > 2, 30, "the wait for the nodes")
-    waits.send_signal(signal.SIGTERM)
-    assert waits.wait(60) == 143
-    assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"] and calls(tmp_path, "async-rl") == []
-    (tmp_path / "calls").write_text("")
-    examines = start(DOCTOR_TAKES="100")
-    wait_until(lambda: len(calls(tmp_path, "async-rl doctor")) == 1, 30, "doctor to start")
-    examines.send_signal(signal.SIGTERM)
-    assert examines.wait(60) == 143
-    assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"] and calls(tmp_path, "async-rl train") == []
-
-
-@pytest.mark.processes
 def test_a_job_whose_steps_alone_got_the_signal_goes_back_into_the_queue(tmp_path: Path, start: Start) -> None:
     assert start(PREEMPTED="yes").wait(60) == 1
     assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"]

@@ -189,13 +189,3 @@ def test_an_evaluation_that_a_resumed_run_makes_again_counts_once() -> None:
     for version, mean in ((5, 0.0), (10, 0.1), (10, 0.3)):
         assert watch.add(version, gold(mean)) is None, "there are two evaluations"
     assert watch.add(15, gold(0.5))
-
-
-def test_a_history_read_from_a_file_gives_the_same_as_one_that_was_followed() -> None:
-    followed, read = watcher(), watcher()
-    for version in range(1, 9):
-        followed.add(version, step())
-        one = followed.add(version, gold(version / 8))
-        both = read.add(version, step() | gold(version / 8))
-    assert one and both and one.measured["gold"] == both.measured["gold"]
-    assert followed.needed(range(9)) == read.needed(range(9))

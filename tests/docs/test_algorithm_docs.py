@@ -90,17 +90,6 @@ def test_every_kind_has_a_row_and_no_other(heading: str, kinds: Collection[str])
     assert documented == {*kinds, *(masks if heading == "Corrections" else ())}
 
 
-def test_the_settings_of_each_loss_are_documented_with_their_defaults() -> None:
-    settings = [[cell.strip("` |") for cell in row] for row in rows("Losses") if len(row) == 4]
-    documented = {(loss, key): value_of(default) for loss, key, default, _ in settings}
-    aggregations = {name: (entry.aggregations or ("token_mean",))[0] for name, entry in LOSSES.items()}
-    of_losses = {
-        name: AlgorithmConfig(loss=name, aggregation=aggregations[name], old_logprobs="rollout").params
-        for name in LOSSES
-    }
-    assert documented == {(name, key): value for name, params in of_losses.items() for key, value in params.items()}
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_sets_its_keys_and_an_explicit_key_wins(
     preset: str, tmp_path: Path

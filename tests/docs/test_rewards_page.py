@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForSequenceClassification
 
-from async_rl.base.config import Config, JudgePlacement
+from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
-from learner.loop.ranks import Ranks
-from learner.models.reward_model import RewardModel
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict
 from tests.kit.configs import changed
 from tests.kit.documents import DOCUMENTS, blocks
 from tests.kit.judges import FakeJudge, verdicts
-from tests.kit.learner.batches import make_batch
-from tests.kit.models import save_bare_reward_model
 from tests.kit.rewards import told
 from tests.kit.sandbox import needs_bubblewrap
 
@@ -78,50 +71,21 @@ def test_the_rewards_of_groups_and_episodes_score(folder: Path, name: str, rewar
     assert [each.reward for each in scored(config, "4", "long", "ok")] == rewards
 
 
-def judged(config: Config, reply: str, *answers: str) -> tuple[list[Verdict], FakeJudge]:
-    """The verdicts of a judge that replies so, with its address in place of the page's."""
-
-    async def ask() -> tuple[list[Verdict], FakeJudge]:
-        fake = FakeJudge(lambda body: reply)
-        async with fake.serve() as url:
-            return await verdicts(changed(config, judge={"urls": (url,), "path": ""}), *answers), fake
-
-    return asyncio.run(ask())
-
-
 def test_the_judge_of_the_page_scores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
-    found, fake = judged(load(folder, JUDGE), 'Well. {"reason": "short", "score": 2}', "{answer}")
-    assert found[0].reward == 0.25 and fake.headers[0]["Authorization"] == "Bearer secret"
-    assert fake.prompts[0].startswith('Is this a helpful answer to "2 + 2?"? Answer: {answer}\nReply with JSON: {"re')
+    fake = FakeJudge(lambda body: 'Well. {"reason": "short", "score": 2}')
+
+    async def ask() -> list[Verdict]:
+        async with fake.serve() as url:
+            return await verdicts(changed(load(folder, JUDGE), judge={"urls": (url,), "path": ""}), "{answer}")
+
+    (found,) = asyncio.run(ask())
+    assert found.reward == 0.25 and fake.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_the_judge_of_the_page_on_servers_of_the_run_compares(folder: Path) -> None:
-    config = load(folder, JUDGE_OF_THE_RUN)
-    assert config.judge_names == ("judge/0",)
-    alone = changed(config, placement={"judge": JudgePlacement()}, judge={"path": "", "urls": ("http://h/v1",)})
-    found, fake = judged(alone, '{"better": "A"}', "x", "y")
-    assert [each.reward for each in found] == [0.5, 0.5] and len(fake.asked) == 2
-
-
-def test_the_judge_of_the_page_ranks_a_group(folder: Path) -> None:
-    found, fake = judged(load(folder, RANKING), '{"ranking": [1, 3, 2]}', "x", "y", "z")
-    # in the other order the same numbers name z, x and y: x is 1st and 2nd, y 3rd twice, z 2nd and 1st
-    assert [each.reward for each in found] == [0.75, 0.0, 0.75] and len(fake.asked) == 2
-
-
-def test_the_reward_model_of_the_page_scores_in_the_place_of_the_rule(folder: Path, one_rank: None) -> None:
-    config = load(folder, REWARD_MODEL)
-    assert config.task.reward == "gsm8k"
-    path = save_bare_reward_model(folder / config.reward_model.path)
-    batch = make_batch()
-    ranks = Ranks(init_device_mesh("cpu", (1,)))
-    scored = RewardModel(config, torch.device("cpu"), torch.float32, ranks).score(batch)
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-    group, found = batch.groups[0], scored.groups[0].rows[0]
-    row = torch.tensor([[*group.prompt_tokens.tolist(), *found.tokens.tolist()]])
-    model.config.pad_token_id = None  # then it reads the last token of a single sequence
-    assert found.reward == pytest.approx(model(row).logits.item(), rel=1e-5)
+@pytest.mark.parametrize("example", [REWARD_MODEL, JUDGE_OF_THE_RUN, RANKING])
+def test_the_other_examples_of_the_pages_are_valid(example: str, folder: Path) -> None:
+    load(folder, example)
 
 
 @pytest.mark.processes

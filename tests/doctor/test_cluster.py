@@ -31,12 +31,6 @@ def broken(checks: Iterable[Check]) -> dict[str, Check]:
     return {check.what: check for check in checks if check.state == "broken"}
 
 
-def test_nodes_that_agree_pass() -> None:
-    checks = list(compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD}, {}))
-    assert not broken(checks)
-    assert Check("10.0.0.2", "ok", "2 of 2 checks are ok") in checks
-
-
 def test_nodes_that_differ_are_listed_with_what_to_do() -> None:
     other = NodeReport(
         checks=[Check("task", "broken", "no such file", "copy it")],

@@ -49,16 +49,3 @@ def test_nvcc_must_be_there_and_of_torchs_cuda_for_sglang(cuda_home: Path, relea
     assert "1 x H100" in check.found and lacking.format(nvcc=nvcc) in check.found
     assert check.state == ("broken" if lacking else "ok")
     assert host.check_gpu([ENGINES["hf"]]).state == "ok"
-
-
-def test_without_cuda_home_the_nvcc_of_path_counts_as_sglang_takes_it(
-    cuda_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    first = cuda_home / "first"
-    first.mkdir()
-    program(first / "nvcc", "Cuda compilation tools, release 12.0, V12.0.1")
-    program(cuda_home / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.1")
-    monkeypatch.setenv("PATH", f"{first}:{cuda_home / 'bin'}")
-    assert f"({first / 'nvcc'} is of 12)" in host.check_gpu([ENGINES["sglang"]]).found

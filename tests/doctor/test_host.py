@@ -76,18 +76,6 @@ def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Pat
     }
 
 
-def test_a_torch_that_does_not_load_breaks_only_the_checks_that_use_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load() -> float:
-        raise ImportError("libcudart.so.13: cannot open shared object file")
-
-    monkeypatch.setattr("torch.cuda.device_count", load)
-    checks = {check.what: check for check in examine(config(tmp_path))}
-    assert "libcudart.so.13" in checks["weight_sync.transport"].found
-    assert checks["network.host"].state == "ok"
-
-
 @pytest.mark.processes
 def test_an_engine_is_checked_by_importing_its_package_in_the_python_of_its_servers(tmp_path: Path) -> None:
     engine = dataclasses.replace(ENGINES["vllm"], packages=("yaml",))

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import pytest
 
-from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.network import open_store
 from async_rl.base.ports import check_ports, open_listener, ports_of
@@ -74,13 +73,3 @@ def test_too_few_ports_for_the_servers_are_refused() -> None:
     check("20000-20015")
     with pytest.raises(ConfigError, match=r"^network\.ports .* 16 ports"):
         check("20000-20014")
-
-
-def test_the_least_range_lasts_for_two_failed_joins_of_each_weight_group() -> None:
-    placement = {"rollout": {"servers": 1}, "eval": {"servers": 1}}
-    config = make_config(network={"ports": "20000-20015"}, placement=placement, eval={"every_steps": 1})
-    check_ports(config)
-    buffer, ranks, per_group, groups = 1, 1, 1 + 2, 2
-    learner, server = (NetworkConfig(ports=ports_of(config, name)).port_range for name in ("learner/0", "eval/0"))
-    assert len(learner) == buffer + ranks + groups * per_group
-    assert len(server) == 4

@@ -42,7 +42,7 @@ PROCESS_FIXTURES = {"ray_here", "sglang_server", "start", "two_ranks", "vllm_ser
 ON_SGLANG = {
     *(f"tests/e2e/test_{name}.py" for name in ("episode_policies", "forbidden_tokens", "policies", "synchronous")),
     *(f"tests/rollout_server/engines/test_{name}.py" for name in (
-        "server_engine", "server_updates", "sglang_server", "staged_updates"
+        "every_engine", "server_updates", "sglang_server", "staged_updates"
     )),
     "tests/rollout_server/episodes/test_server_parser.py",
 }

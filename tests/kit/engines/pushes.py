@@ -11,11 +11,13 @@ from transformers import AutoConfig, PreTrainedModel
 
 from async_rl.base.config import Config, LoraConfig, WeightSyncConfig
 from async_rl.base.weights import open_publisher
+from async_rl.base.weights.checkpoint_names import to_checkpoint
 from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher
 from learner.models.lora import AdapterParcels, add_adapters, merged_parameters
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.models import load_model, sharp_model
+from tests.kit.tiny_moe import moe_model
 
 VERSIONS = itertools.count(5000)
 """Numbers that are in no other request, so that they can be those of groups too."""
@@ -52,11 +54,16 @@ def new_version(config: Config, seed: int | None = None) -> int:
         MODELS[version] = load_model(Path(config.model.path))
         MODELS[version].load_state_dict(dict(merged_parameters(ADAPTED[version])), strict=False)
         return version
-    family = AutoConfig.from_pretrained(config.model.path).model_type
-    MODELS[version] = sharp_model(f"tiny-{family}", seed).eval()
+    MODELS[version] = model_of(config, seed)
     if config.weight_sync.delta:
-        keep_most_values(MODELS[version], sharp_model(f"tiny-{family}", 7), seed)
+        keep_most_values(MODELS[version], model_of(config, 7), seed)
     return version
+
+
+def model_of(config: Config, seed: int) -> PreTrainedModel:
+    """A model with other weights, of the family of model.path."""
+    family = AutoConfig.from_pretrained(config.model.path).model_type
+    return moe_model(seed) if family == "qwen3_moe" else sharp_model(f"tiny-{family}", seed).eval()
 
 
 def adapted_model(config: Config, seed: int) -> PreTrainedModel:
@@ -83,24 +90,29 @@ def connected(config: Config, url: str) -> WeightPublisher:
     return open_publisher(config, [url], 0, torch.device("cpu"))
 
 
-def deliver(publisher: WeightPublisher, version: int) -> PushReport:
+def deliver(publisher: WeightPublisher, version: int, **options: bool) -> PushReport:
     """Make the server serve a version. If learner and server take turns, the learner has its turn before."""
     if publisher.config.shares_gpus:
         publisher.release_server_memory()
     if version in ADAPTED:
         weights = AdapterParcels(ADAPTED[version], torch.float32).parcels()
     else:
-        weights = MODELS[version].named_parameters()
-    return publisher.push(weights, version)
+        weights = to_checkpoint(MODELS[version], MODELS[version].named_parameters())
+    return publisher.push(weights, version, **options)
+
+
+def verify(publisher: WeightPublisher, version: int, mean: float = 1e-4) -> None:
+    """Check that the server's logprobs are those of a version, but for `mean` on average and 1e-4 at most."""
+    tokens = list(range(5, 60))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(MODELS[version](input_ids=torch.tensor([tokens])).logits[0], dim=-1)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(mean, 1e-4))
 
 
 def push(config: Config, url: str, seed: int | None = None) -> int:
     """Make the server serve a new version, check that it does, and return its number."""
     version, publisher = new_version(config, seed), connected(config, url)
     deliver(publisher, version)
-    tokens = list(range(5, 30))
-    with torch.no_grad():
-        logprobs = torch.log_softmax(MODELS[version](input_ids=torch.tensor([tokens])).logits[0], dim=-1)
-    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(1e-4, 1e-4))
+    verify(publisher, version)
     publisher.close()
     return version

@@ -17,6 +17,7 @@ from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.vllm import vllm
 
 on_both = pytest.mark.parametrize("server", ["sglang", vllm()], indirect=True)
+on_all = pytest.mark.parametrize("server", ["hf", "sglang", vllm()], indirect=True)
 
 
 class Server(EngineInThread, ABC):

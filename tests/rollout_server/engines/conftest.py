@@ -9,10 +9,20 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.kit.configs import server_config, with_keys
+from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.pushes import MODELS, push, pushing
-from tests.kit.engines.servers import Server, SGLangServer, VLLMServer
+from tests.kit.engines.servers import SGLangServer, VLLMServer
 from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import save_sharp_model
+
+
+@pytest.fixture(scope="session")
+def hf_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
+    """An hf engine that serves `model_folder` at version 0 or, after a test that updates weights, at a later one."""
+    server = EngineInThread(server_config("hf", model_folder), tmp_path_factory.mktemp("hf-logs"))
+    server.run(server.engine.start())
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -52,14 +62,14 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Server:
-    """The running server that the parameter names: an engine's, see `on_both`, or `overlapping`."""
-    running: Server = request.getfixturevalue(f"{request.param}_server")
+def server(request: pytest.FixtureRequest) -> EngineInThread:
+    """The running server that the parameter names: an engine's, see `on_all`, or `overlapping`."""
+    running: EngineInThread = request.getfixturevalue(f"{request.param}_server")
     return running
 
 
 @pytest.fixture
-def served(server: Server, tmp_path: Path) -> PreTrainedModel:
+def served(server: EngineInThread, tmp_path: Path) -> PreTrainedModel:
     """Weights that are not those at its start, which the server serves from now on. Its prefix cache is empty.
 
     They are the same whichever tests ran before, since how long replies get and how they differ depends on them.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from async_rl.base.config import Config, TimeoutsConfig, WeightSyncConfig
-from async_rl.base.errors import ConfigError, WaitTimeoutError
+from async_rl.base.config import Config, WeightSyncConfig
+from async_rl.base.errors import ConfigError
 from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.sglang.engine import attach_server
 from tests.kit.configs import changed, make_config
@@ -55,16 +54,6 @@ def test_a_server_that_would_tag_tokens_with_wrong_versions_is_refused(says: dic
     asyncio.run(attach(CONFIG, {"disable_overlap_schedule": True}))
 
 
-def test_a_server_that_gives_too_few_ids_of_a_support_is_refused() -> None:
-    says = {"disable_overlap_schedule": True}
-    for given in (says, says | {"sampling_mask_max_tokens": 4095}):
-        asked: list[str] = []
-        with pytest.raises(ConfigError, match="--sampling-mask-max-tokens 4096"):
-            asyncio.run(attach(CONFIG, given, asked, support_ids=4096))
-        assert set(asked) == {"/server_info"}, "the server must be left alone"
-    asyncio.run(attach(CONFIG, says | {"sampling_mask_max_tokens": 4096}, support_ids=4096))
-
-
 def test_a_server_that_does_not_record_the_experts_of_a_mixture_is_refused(tmp_path: Path) -> None:
     config = make_config(save_moe(tmp_path))
     says = {"disable_overlap_schedule": True}
@@ -76,12 +65,3 @@ def test_a_server_that_does_not_record_the_experts_of_a_mixture_is_refused(tmp_p
         asyncio.run(attach(changed(config, weight_sync={"on_update": "retract"}), recording))
     ignoring = changed(config, rollout={"routing": "ignore"}, weight_sync={"on_update": "retract"})
     asyncio.run(attach(ignoring, says))
-
-
-def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> None:
-    config = dataclasses.replace(CONFIG, timeouts=TimeoutsConfig(push_s=0.2))
-
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s"):
-            attach_server(HttpAdmin(config, url), config)

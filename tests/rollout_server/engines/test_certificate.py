@@ -22,6 +22,11 @@ from tests.kit.tiny_moe import save_moe
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
+
+def nightly(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
 def asked_otherwise(**changes: Any) -> Plant:
     """The server samples with other settings than it is asked for."""
 
@@ -87,63 +92,42 @@ def without_an_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return tensors | {name: torch.cat([tensors[name][:1] * 0, tensors[name][1:]])}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["dense", "experts"])
-def test_a_sound_run_is_exact_in_float32_and_bounded_in_bfloat16(
-    dtype: str, family: str, tmp_path: Path, one_rank: None
-) -> None:
-    model = save_sharp_model(tmp_path / "model") if family == "dense" else chosen_experts(tmp_path)
-    found = certified(config_of(model, dtype))
-    assert found["weights"].state == "exact"
-    assert found["precision"].state == ("exact" if dtype == "float32" else "bounded"), found
-    assert found["age of KV"].state == found["support"].state == "not measured"
-    routing = "not measured" if family == "dense" else found["precision"].state
-    assert found["routing"].state == routing
-
-
 def chosen_experts(folder: Path) -> Path:
     """A model of which each token uses two of eight experts."""
-    return save_moe(folder / "model", num_experts=8, num_experts_per_tok=2)
+    return save_moe(folder, num_experts=8, num_experts_per_tok=2)
 
 
-def test_experts_of_another_version_are_named(tmp_path: Path, one_rank: None) -> None:
-    found = certified(config_of(chosen_experts(tmp_path)), other_experts)
-    assert [name for name, axis in found.items() if axis.state == "broken"] == ["precision", "routing"], found
-    assert found["precision"].finding.startswith("routing")
-
-
-@pytest.mark.parametrize(("rules", "dtype"), [({"top_p": 0.9}, "float32"), ({"top_k": 9}, "bfloat16")])
-def test_a_sound_run_over_supports_is_exact_or_bounded_too(
-    rules: dict[str, float], dtype: str, tmp_path: Path, one_rank: None
+@pytest.mark.parametrize(("save", "dtype", "rules", "measured"), [
+    (save_sharp_model, "float32", {}, set()), (chosen_experts, "bfloat16", {}, {"routing"}),
+    nightly(chosen_experts, "float32", {"top_p": 0.9}, {"routing", "support"}),
+    nightly(save_sharp_model, "bfloat16", {"top_k": 9}, {"support"}),
+])  # fmt: skip
+def test_a_sound_run_is_exact_in_float32_and_bounded_in_bfloat16(
+    save: Callable[[Path], Path], dtype: str, rules: dict[str, float], measured: set[str], tmp_path: Path,
+    one_rank: None,
 ) -> None:
-    found = certified(config_of(save_moe(tmp_path / "model"), dtype, **rules))
+    found = certified(config_of(save(tmp_path / "model"), dtype, **rules))
     state = "exact" if dtype == "float32" else "bounded"
-    assert (found["precision"].state, found["support"].state) == (state, state), found
+    assert (found["weights"].state, found["precision"].state) == ("exact", state), found
+    for axis in ("age of KV", "support", "routing"):
+        assert found[axis].state == (state if axis in measured else "not measured"), found
 
 
-@pytest.mark.parametrize(("asked", "served"), [({"top_p": 0.9}, {"top_p": 0.8}), ({"top_k": 9}, {"top_k": 8})])
-def test_another_top_p_or_top_k_at_the_server_is_found_also_over_supports(
-    asked: dict[str, float], served: dict[str, float], tmp_path: Path, one_rank: None
-) -> None:
-    """Ratios over the recorded supports are 1: precision sees nothing."""
-    found = certified(config_of(save_moe(tmp_path / "model"), **asked), asked_otherwise(**served))
-    assert [name for name, axis in found.items() if axis.state == "broken"] == ["support"], found
-
-
-@pytest.mark.parametrize(
-    ("plant", "axis", "named"),
-    [
-        (asked_otherwise(top_p=0.9), "precision", "support"),
-        (asked_otherwise(temperature=0.99), "precision", "temperature"),
-        (stale_prefix, "precision", "prefix cache"),
-        (loading(lambda tensors: {}), "weights", "other weights"),
-        (loading(without_an_expert), "weights", "other weights"),
-    ],
-    ids=["top_p", "temperature", "stale prefix", "no weight", "no expert"],
-)
+@pytest.mark.parametrize(("save", "asked", "plant", "broken", "named"), [
+    (save_moe, {}, asked_otherwise(top_p=0.9), ["precision"], "support"),
+    nightly(save_moe, {}, asked_otherwise(temperature=0.99), ["precision"], "temperature"),
+    (save_moe, {}, stale_prefix, ["precision"], "prefix cache"),
+    (save_moe, {}, loading(lambda tensors: {}), ["weights"], "other weights"),
+    nightly(save_moe, {}, loading(without_an_expert), ["weights"], "other weights"),
+    # Ratios over the recorded supports are 1: precision sees nothing.
+    (save_moe, {"top_p": 0.9}, asked_otherwise(top_p=0.8), ["support"], ""),
+    nightly(save_moe, {"top_k": 9}, asked_otherwise(top_k=8), ["support"], ""),
+    (chosen_experts, {}, other_experts, ["precision", "routing"], "routing"),
+], ids=["top_p", "temperature", "stale prefix", "no weight", "no expert", "less top_p", "less top_k", "experts"])
 def test_a_planted_error_is_found_and_named(
-    plant: Plant, axis: str, named: str, tmp_path: Path, one_rank: None
+    save: Callable[[Path], Path], asked: dict[str, float], plant: Plant, broken: list[str], named: str, tmp_path: Path,
+    one_rank: None,
 ) -> None:
-    found = certified(config_of(save_moe(tmp_path / "model")), plant)
-    assert found[axis].state == "broken" and named in found[axis].finding, found
-    assert [other.name for other in found.values() if other.state == "broken"] == [axis]
+    found = certified(config_of(save(tmp_path / "model"), **asked), plant)
+    assert [name for name, axis in found.items() if axis.state == "broken"] == broken, found
+    assert named in found[broken[0]].finding

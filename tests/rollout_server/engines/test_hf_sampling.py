@@ -27,15 +27,6 @@ def test_sampling_inverts_the_cumulative_distribution() -> None:
     np.testing.assert_allclose(logprobs.numpy(), expected, atol=1e-6)
 
 
-def test_logprobs_are_those_at_the_temperature() -> None:
-    # Logits (ln 4, 0) at temperature 2 are (ln 2, 0): probabilities 2/3, 1/3.
-    logits = torch.tensor([[np.log(4.0), 0.0]] * 2)
-    drawn = torch.tensor([[0.66], [0.67]], dtype=torch.float64)
-    tokens, logprobs, _ = sample_tokens(logits, torch.full((2, 1), 2.0), None, drawn)
-    assert tokens.tolist() == [0, 1]
-    np.testing.assert_allclose(logprobs.numpy(), np.log([2 / 3, 1 / 3]), atol=1e-6)
-
-
 def narrowing(rows: int, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, recorded: bool) -> Narrowing:
     values = (top_p, top_k, min_p, recorded)
     return Narrowing(*(torch.full((rows, 1), value) for value in values))

@@ -81,7 +81,7 @@ def test_sweeps_at_the_same_time_do_not_disturb_each_other(temporary: Path) -> N
         except BaseException as error:
             errors.append(error)
 
-    for _ in range(20):
+    for _ in range(5):
         for _ in range(10):
             dead_folder()
         threads = [threading.Thread(target=run) for _ in range(4)]

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Purpose, SampledReply, StopTexts
+from rollout_server.engines.base import SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.conversation.session import Node, make_rows
 from tests.kit.configs import server_config
@@ -29,7 +28,7 @@ from tests.kit.engines.routed import experts_as_sampled
 from tests.kit.engines.servers import SGLangServer
 from tests.kit.engines.tags import check_tags
 from tests.kit.engines.turns import next_turn
-from tests.kit.routing import tiny_experts, written_out
+from tests.kit.routing import tiny_experts
 from tests.kit.tiny_moe import moe_model, save_moe
 
 pytestmark = pytest.mark.processes  # together they compute for long
@@ -44,29 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models() -> dict[int, Any]:
     return {version: moe_model(seed, **SIZES) for version, seed in enumerate((0, 5, 6))}
-
-
-def test_an_answer_has_the_experts_of_each_token_and_its_logprobs_follow_from_them(
-    folder: Path, models: dict[int, Any]
-) -> None:
-    requests = [request_for(index, max_tokens=30, wants_routing=index != 3) for index in range(4)]
-
-    async def ask(engine: HFEngine) -> list[list[SampledReply]]:
-        held_out = dataclasses.replace(requests[0], purpose=Purpose.EVALUATION, wants_routing=False)
-        running = [engine.generate(request) for request in (held_out, *requests)]
-        return (await asyncio.gather(*running))[1:]
-
-    groups = with_engine(server_config("hf", folder), ask)
-    assert all(reply.routing is None for reply in groups[3])
-    for request, replies in zip(requests[:3], groups, strict=False):
-        for reply in replies:
-            assert reply.routing is not None and reply.routing.dtype == np.uint8
-            expected = experts_as_sampled(models, request.prompt.tokens, reply, keeps_kv=True)
-            np.testing.assert_array_equal(reply.routing, expected)
-            given = torch.from_numpy(reply.routing[[*range(len(reply.routing)), -1]]).long()
-            with written_out("Qwen3Moe", models[0], given):
-                logprobs = recomputed_logprobs(models[0], request, reply)
-            np.testing.assert_allclose(reply.logprobs, logprobs, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("keeps_kv", [True, False])
@@ -160,18 +136,3 @@ def test_an_engine_does_not_start_with_a_family_whose_choice_it_does_not_see(tmp
     with pytest.raises(ConfigError, match=r"rollout\.routing"):
         with_engine(server_config("hf", tmp_path), nothing)
     with_engine(server_config("hf", tmp_path, routing="ignore"), nothing)
-
-
-def test_an_answer_that_a_text_ends_loses_the_experts_of_what_follows() -> None:
-    class Tokenizer:
-        def decode(self, tokens: list[int], **_: Any) -> str:
-            return "".join(map(chr, tokens))
-
-    routing = np.arange(3 + 5 - 1, dtype=np.uint8)[:, None, None]
-    reply = SampledReply(
-        tokens=np.array([*b"ab.cd"], np.int32), logprobs=np.zeros(5, np.float32), versions=np.zeros(5, np.int32),
-        finish_reason="length", routing=routing,
-    )
-    cut = StopTexts(["."], Tokenizer()).cut(reply)
-    assert len(cut.tokens) == 3
-    np.testing.assert_array_equal(cut.routing, routing[: 3 + 3 - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.engines.orphans import ROOT, running_in, wait_until
+from benchmarks.marked_command import wait_until
 from tests.kit.engines.vllm import vllm
 
+ROOT = Path(__file__).parents[3]
 PARENT = """
 import asyncio, sys
 from pathlib import Path
@@ -53,13 +55,24 @@ def test_nothing_is_left_after_sigkill_of_the_parent(
         if moment == "while it serves":
             assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
         # A child that has only been forked is still in the session of its parent.
-        assert wait_until(lambda: len(found := sessions_of(family)) >= num_children and os.getsid(0) not in found, 60)
+        wait_until(
+            lambda: len(found := sessions_of(family)) >= num_children and os.getsid(0) not in found, 60, "the children"
+        )
         sessions = set(sessions_of(family))
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert os.getsid(0) not in sessions
-    assert wait_until(lambda: not running_in(sessions), 20), running_in(sessions)
+    wait_until(lambda: not running_in(sessions), 20, "the end of the children")
+
+
+def running_in(sessions: set[int]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def sessions_of(family: psutil.Process) -> list[int]:

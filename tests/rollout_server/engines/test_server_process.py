@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.server_process import ServerProcess, command_line, free_port, server_seed
+from rollout_server.engines.server_process import ServerProcess, free_port, server_seed
 from tests.kit.configs import changed, server_config
 
 SERVER = """
@@ -58,11 +58,6 @@ def test_servers_and_their_starts_have_different_seeds_and_first_starts_repeat(t
     assert first == [server_seed(seed, index, log) for seed, index in product((0, 1, 2**32 - 1), range(4))]
     log.write_text("the first start wrote this\n")
     assert server_seed(0, 0, log) not in first
-
-
-def test_flags_become_words_of_the_command_line() -> None:
-    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
-    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
 
 
 async def start_and_close(server: ServerProcess) -> None:

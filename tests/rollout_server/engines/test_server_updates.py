@@ -113,7 +113,9 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
 
 
 @on_both
-@pytest.mark.parametrize("on_update", UPDATE_POLICIES)
+@pytest.mark.parametrize(
+    "on_update", [each if each in ("in_place", "retract") else nightly(each) for each in UPDATE_POLICIES]
+)
 def test_a_turn_reuses_the_kv_of_its_history_until_a_push_drops_it(
     server: Server, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

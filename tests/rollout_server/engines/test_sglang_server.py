@@ -32,7 +32,9 @@ def test_a_request_without_a_priority_leaves_the_server_alive(sglang_server: SGL
         sglang_server.admin.ask("POST", "/generate", body)
 
 
-@pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
+@pytest.mark.parametrize(
+    "on_update", ["retract", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("drain", "abort"))]
+)
 def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     sglang_server: SGLangServer, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 TOKENIZER = byte_tokenizer()
 USED = TOKENIZER.convert_tokens_to_ids(["a", "b", "ab", "ba", "bab", "Ġ", "Ġa", "Ċ", "ĊĊ", "Ã", "©"])  # é is Ã and ©
+PROMPT_TOKENS = 3
 STOPS = st.lists(st.sampled_from(["ab", "bb", "\n\n", " a\n", "é", "aé", "bab\n", "abababab"]), min_size=1, max_size=3)
 
 
@@ -36,7 +37,7 @@ def reply_of(tokens: list[int]) -> SampledReply:
     numbers = np.arange(len(tokens))
     return SampledReply(
         tokens=np.array(tokens, np.int32), logprobs=-numbers.astype(np.float32), versions=numbers.astype(np.int32),
-        finish_reason="length",
+        finish_reason="length", routing=np.arange(PROMPT_TOKENS + len(tokens) - 1, dtype=np.uint8)[:, None, None],
     )  # fmt: skip
 
 
@@ -50,6 +51,8 @@ def test_a_reply_is_cut_after_the_first_token_that_completes_a_text(tokens: list
     assert cut.finish_reason == ("stop" if ends else "length")
     assert cut.logprobs.tolist() == whole.logprobs.tolist()[: len(cut.tokens)]
     assert cut.versions.tolist() == whole.versions.tolist()[: len(cut.tokens)]
+    expected = np.arange(PROMPT_TOKENS + len(cut.tokens) - 1)
+    np.testing.assert_array_equal(np.ravel(cut.routing), expected)  # the last token was not fed
     reached = [count for count in range(1, len(tokens) + 1) if stop.is_reached(tokens[:count])]
     assert reached[:1] == ends[:1]  # an engine that looks at the last tokens alone ends it there, too
 

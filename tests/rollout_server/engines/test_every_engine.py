@@ -1,4 +1,4 @@
-"""The engines with a server, on CPU: what they sample, what they refuse, and whom the server answers."""
+"""What every engine must do: what it samples, what it refuses, and whom its server answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kit.engines.replies import (
     request_for,
     wrong_sets,
 )
-from tests.kit.engines.servers import Server, on_both
+from tests.kit.engines.servers import Server, on_all, on_both
 from tests.kit.engines.strangers import answered, listed_routes
 from tests.kit.engines.vllm import START_S, vllm
 from tests.kit.models import load_model, save_sharp_model
@@ -35,9 +35,9 @@ from tests.kit.models import load_model, save_sharp_model
 pytestmark = pytest.mark.e2e
 
 
-@on_both
+@on_all
 def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
-    server: Server, served: PreTrainedModel
+    server: EngineInThread, served: PreTrainedModel
 ) -> None:
     """Without supports they are those of all tokens also where top_p excludes some."""
     groups = [request_for(i, temperature=0.7, top_p=0.8, max_tokens=3 + 7 * i) for i in range(12)]
@@ -46,45 +46,48 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     assert len({reply.tokens.tobytes() for reply in replies[-1]}) == 4, "samples of one prompt differ"
 
 
-@pytest.mark.parametrize("server", ["sglang"], indirect=True)
-@pytest.mark.parametrize(("forbids", "rules"), [
+RULES: list[tuple[bool, dict[str, float]]] = [
     (False, {"top_p": 0.8}), (False, {"top_k": 7}), (True, {"min_p": 0.1, "top_p": 0.97}),
-])
+]
+"""Whether tokens are forbidden, and the rules by which others are left out."""
+
+
+@pytest.mark.parametrize("server", ["hf", "sglang"], indirect=True)
+@pytest.mark.parametrize(("forbids", "rules"), RULES)
 def test_each_token_has_the_ids_it_was_drawn_from_and_its_logprob_over_them(
-    server: Server, served: PreTrainedModel, forbids: bool, rules: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    server: EngineInThread, served: PreTrainedModel, forbids: bool, rules: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forbidden = list(range(3, server.engine.vocab_size, 3)) if forbids else []
-    monkeypatch.setattr(server.engine, "forbidden", forbidden)
-    monkeypatch.setattr(server.engine, "support_ids", server.engine.vocab_size)
+    has_server = server.config.rollout.engine != "hf"  # the hf engine's settings can't be changed later
+    forbidden = list(range(3, server.engine.vocab_size, 3)) if forbids and has_server else []
+    monkeypatch.setattr(server.engine, "forbidden", forbidden, raising=False)
+    monkeypatch.setattr(server.engine, "support_ids", server.engine.vocab_size, raising=False)
     asked: dict[str, Any] = {"n": 6, "temperature": 0.9, "max_tokens": 30, "wants_support": True, **rules}
-    requests = [request_for(i, **asked) for i in range(6)]
-    groups = generate(server, *requests, request_for(6))
+    requests = [request_for(i, wants_support_logprobs=not has_server, **asked) for i in range(6)]
+    groups = generate(server, *requests, request_for(6, top_p=0.7))
     assert largest_error(served, requests, groups[:-1], forbidden) < SUPPORT_TOLERANCE
     assert groups[-1][0].support is None
     num_cut = 0
     for request, replies in zip(requests, groups, strict=False):
         for reply in replies:
-            assert reply.support is not None
+            support = reply.support
+            assert support is not None
             whole = distributions(served, request.prompt.tokens, reply.tokens, request.temperature, forbidden)
-            assert wrong_sets(whole, reply.support, request.sampling) == []
-            num_cut += int((reply.support.sizes < whole.shape[1]).sum())
+            assert wrong_sets(whole, support, request.sampling) == []
+            num_cut += int((support.sizes < whole.shape[1]).sum())
+            if support.logprobs is not None:
+                owners = np.repeat(np.arange(len(reply.tokens)), support.sizes)
+                inside = np.exp(whole[owners, support.ids].numpy())
+                expected = np.log(inside / np.bincount(owners, inside)[owners])
+                np.testing.assert_allclose(support.logprobs, expected, atol=SUPPORT_TOLERANCE)
     assert num_cut > 100
+    assert has_server or all(reply.support.logprobs is not None for replies in groups[:-1] for reply in replies)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("server", ["sglang"], indirect=True)
-def test_forbidden_tokens_are_not_sampled_and_logprobs_are_of_the_others(
-    server: Server, served: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@on_all
+def test_a_temperature_near_zero_takes_the_most_probable_token(
+    server: EngineInThread, served: PreTrainedModel
 ) -> None:
-    forbidden = list(range(3, server.engine.vocab_size, 3))
-    monkeypatch.setattr(server.engine, "forbidden", forbidden)
-    groups = [request_for(i, n=8, max_tokens=20, temperature=0.7) for i in range(6)]
-    replies = generate(server, *groups)
-    assert not {int(token) for group in replies for reply in group for token in reply.tokens} & set(forbidden)
-    assert largest_error(served, groups, replies, forbidden) < TOLERANCE
-
-
-@on_both
-def test_a_temperature_near_zero_takes_the_most_probable_token(server: Server, served: PreTrainedModel) -> None:
     request = request_for(1, n=2, temperature=1e-4)
     (replies,) = generate(server, request)
     assert largest_error(served, [request], [replies]) < 1e-3
@@ -92,12 +95,13 @@ def test_a_temperature_near_zero_takes_the_most_probable_token(server: Server, s
     assert abs(replies[0].logprobs).max() < 1e-3
 
 
-@on_both
-def test_answers_end_with_the_end_token_or_at_the_limit(server: Server, served: PreTrainedModel) -> None:
+@on_all
+def test_answers_end_with_the_end_token_or_at_the_limit(server: EngineInThread, served: PreTrainedModel) -> None:
     eos = character_tokenizer().eos_token_id
     groups = [request_for(i, n=8, max_tokens=150, temperature=2.0) for i in range(4)]
     replies = [a for group in generate(server, *groups) for a in group]
     for reply in replies:
+        assert len(reply.tokens) == len(reply.logprobs) == len(reply.versions)
         assert (reply.tokens[:-1] != eos).all()
         assert reply.finish_reason == ("stop" if reply.tokens[-1] == eos else "length")
         assert len(reply.tokens) == 150 or reply.finish_reason == "stop"
@@ -116,6 +120,7 @@ def test_the_longest_prompt_gets_the_longest_answer(
     assert largest_error(served, [request], [[reply]]) < TOLERANCE
 
 
+@pytest.mark.nightly
 @on_both
 def test_the_server_keeps_idle_connections_longer_than_its_clients(server: Server) -> None:
     # Otherwise it may close a connection just when a client sends the next request, and the group would be lost.
@@ -131,8 +136,8 @@ def test_the_server_keeps_idle_connections_longer_than_its_clients(server: Serve
                 pass
 
 
-@on_both
-def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(server: Server) -> None:
+@on_all
+def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(server: EngineInThread) -> None:
     size = server.engine.vocab_size
     for tokens in ([5, size], [-1, 5], []):
         prompt = dataclasses.replace(request_for(3).prompt, tokens=np.array(tokens, dtype=np.int32))

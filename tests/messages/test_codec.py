@@ -59,9 +59,6 @@ F, I = np.float32, np.int32  # noqa: E741
     ("changes", "message"),
     [
         ({"group_id": -1}, "group_id: got -1"),
-        ({"start_version": -2}, "start_version: got -2"),
-        ({"prompt_index": -7}, "prompt_index: got -7"),
-        ({"temperature": 0.0}, "temperature: got 0.0"),
         ({"temperature": float("nan")}, "temperature: got nan"),
         ({"duration_s": -0.5}, "duration_s: got -0.5"),
         ({"worker": "w" * 201}, "worker: got 'www"),
@@ -136,12 +133,9 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
     ("column", "value", "message"),
     [
         ("tokens", ["<i8", 6, bytes(48)], "tokens: dtype '<i8'"),
-        ("tokens", [["<i4"], 6, bytes(24)], "tokens: dtype a list of 1"),
         ("tokens", ["<i4", 6, bytes(23)], "tokens: 23 bytes"),
         ("tokens", ["<i4", 6], "tokens: got a list of 2"),
-        ("tokens", "abc", "tokens: got 'abc'"),
         ("logprobs", ["<f4", 5, bytes(20)], "logprobs: 5 elements"),
-        ("versions", ["<i4", 7, bytes(28)], "versions: 7 elements"),
         ("mask", ["|b1", True, b"1"], "mask: True elements"),
         ("mask", ["|b1", 6, b"\x01\x01\x01\x01\x01\x09"], "mask: got 9"),
         ("lengths", ["<i4", 2, np.array([9, 2**31 - 1], I).tobytes()], "lengths: got 2147483647"),

@@ -166,17 +166,3 @@ def test_episodes_are_exported_with_their_turns(played: tuple[Config, list[Batch
                 assert record["response_tokens"] + record["context_tokens"] == len(row.tokens)
                 assert record["tokens"] == row.tokens.tolist() and record["mask"] == row.mask.tolist()
                 assert record["prompt_tokens"] == group.prompt_tokens.tolist()
-
-
-def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None:
-    config = journalled(tmp_path)
-    with serving(config) as server:
-        run_pipeline(server, config, steps=2, workers=1)
-    names = (
-        "turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end", "metrics", "error", "turn_ends",
-        "turn_rewards",
-    )  # fmt: skip
-    for record in exported(config):
-        assert record["episode"] == record["row"] and (record["response_tokens"], record["context_tokens"]) == (2, 0)
-        assert [record[name] for name in names] == [None] * len(names)
-    assert select(config, "SELECT * FROM episodes") == select(config, "SELECT * FROM turns") == []

@@ -67,8 +67,12 @@ from async_rl.run.processes.signals import RunControl, StopSignals
 from buffer.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
+    from async_rl.base.messages.reports import EvaluationDone
     from async_rl.run.processes.actor_group import ActorGroup
-    from async_rl.run.processes.supervisor import ReviveBuffer
+    from async_rl.run.processes.supervisor import ReviveBuffer, UntilUp
+
+LEAVES_WITHIN_S = 1.0
+"""A server that failed because it leaves has no process any more after this time."""
 
 
 def run(
@@ -205,8 +209,8 @@ def train_once(
             buffer_address, master = start_processes(config, processes, log, reservation)
             revive = partial(revive_buffer, config, processes, log, buffer_address)
 
-            async def start(server: str) -> None:
-                await start_learner(config, processes, log, master, buffer_address, server)
+            async def start(until_up: UntilUp) -> None:
+                await start_learner(config, processes, log, master, buffer_address, until_up)
                 control.connect(processes.actors["learner/0"])  # before that, it would lose a request
 
             supervisor.train(buffer_address, revive, start, signals)
@@ -272,24 +276,38 @@ def start_processes(
 
 
 async def start_learner(
-    config: Config, processes: ActorGroup, log: RunLog, master: tuple[str, int], buffer_address: str, server: str
+    config: Config, processes: ActorGroup, log: RunLog, master: tuple[str, int], buffer_address: str, until_up: UntilUp
 ) -> None:
-    """Start the learner on all ranks, and have a rollout server evaluate the untrained model.
+    """Start the learner on all ranks, once enough servers have started, and have one evaluate the untrained model.
 
-    Evaluation servers evaluate it during training instead. The supervisor calls this once enough servers have started.
+    Evaluation servers evaluate it during training instead.
 
     Args:
         master: the address where the ranks meet.
-        server: the name of a rollout server that has started.
     """
+    await until_up()
     limit = config.timeouts.limit("startup_s")
     names = [name for name in processes.actors if name.startswith("learner")]
     calls: dict[str, Any] = {name: processes.actors[name].start.remote(master, buffer_address) for name in names}
     await asyncio.gather(*(processes.call(name, call, limit, "the start") for name, call in calls.items()))
     if config.eval.num_prompts and not config.run.resume and not config.placement.eval.servers:
-        call, limit = _evaluation(processes, server, version=0), config.timeouts.limit("batch_s")
-        log.add_eval(await processes.call(server, call, limit, "the evaluation of version 0"))
+        log.add_eval(await _evaluate_untrained(config, processes, until_up))
     log.logger.note("all processes are up")
+
+
+async def _evaluate_untrained(config: Config, processes: ActorGroup, until_up: UntilUp) -> EvaluationDone:
+    """Have a rollout server evaluate version 0. If the server leaves meanwhile, another one does it."""
+    limit, what = config.timeouts.limit("batch_s"), "the evaluation of version 0"
+    while True:
+        server = await until_up()
+        start = processes.starts[server]
+        try:
+            done: EvaluationDone = await processes.call(server, _evaluation(processes, server, version=0), limit, what)
+            return done
+        except ProcessDiedError:
+            await asyncio.sleep(LEAVES_WITHIN_S)
+            if server in processes.actors and processes.starts[server] == start:  # it does not leave, but has died
+                raise
 
 
 def _find_files(config: Config, processes: ActorGroup, log: RunLog, learners: Mapping[str, Any]) -> None:

@@ -246,7 +246,7 @@ class Operations:
             case "trained":
                 self.store.trained(fields.integer("version", 0))
             case "served":
-                self._served(fields)
+                self.store.served(fields.integer("version", 0))
             case "checkpoint":
                 self.store.check_version(fields.integer("version", 0))
                 return buffer_checkpoint(self.store.state)
@@ -290,9 +290,6 @@ class Operations:
             self.abandon(worker, incarnation)
         self._incarnations[worker] = incarnation
         return worker
-
-    def _served(self, fields: Fields) -> None:
-        self.store.served(fields.integer("version", 0))
 
     def _put(self, request: Request) -> bool:
         """Store the group of a `put` and return True. Returns False if the group was stored or dropped before.

@@ -104,9 +104,14 @@ class BufferServer:
             return self._operations.describe(time.monotonic())
 
     def abandon(self, worker: str, incarnation: int) -> int:
-        """Fail the running groups of a lost worker, and return their number; see Operations.abandon."""
+        """Fail the running groups of a lost worker, and return their number; see Operations.abandon.
+
+        The journal has it when this returns: the driver does not ask the next buffer again.
+        """
         with self._lock:
-            return self._operations.abandon(worker, incarnation)
+            num_groups = self._operations.abandon(worker, incarnation)
+            self._commit()
+        return num_groups
 
     def retire(self, worker: str, incarnation: int) -> int:
         """Give a worker no more slots, and return the number of its running groups; see Operations.retire."""

@@ -135,7 +135,8 @@ class Pusher:
                 self._filler.transport.disconnect()
             self._filler.members.replace(())
             self._admit(filled)
-        return report, [*lost, *self.take_filled(version)]
+        # filled ones first: the driver may restart a lost server once another one of its kind serves
+        return report, [*self.take_filled(version), *lost]
 
     def take_filled(self, version: int) -> list[ServersFilled]:
         """Return a report of the servers that have got their first weights, `version`, since the last call; or [].

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from async_rl.base.types import Slot
 from buffer.client import WorkerClient
+from buffer.journal import FILE_NAME
 from tests.kit.buffer.clients import TIMEOUTS, learner_at, put_all, with_worker
 from tests.kit.buffer.journal import journalled
 from tests.kit.buffer.serving import serving, serving_until_a_crash
@@ -74,6 +78,17 @@ def test_a_buffer_that_has_started_again_takes_a_repeated_retirement(tmp_path: P
             assert with_worker(server.address, lambda worker, slot=slot: worker.put(make_group(slot)))
         assert server.retire("rollout/0", 1) == 0
         assert len(with_worker(server.address, admit, "rollout/1")) == 6
+
+
+def test_the_journal_has_the_end_of_a_lost_workers_groups_before_the_driver_hears_of_it(tmp_path: Path) -> None:
+    """Else a buffer that dies then would give the next one groups that nobody runs."""
+    config = journalled(tmp_path, placement=UP_TO_TWO)
+    with serving(config) as server, learner_at(server):
+        with_worker(server.address, lambda worker: worker.admit(2))
+        assert server.abandon("rollout/0", 2) == 2
+        killed = shutil.copytree(config.run_dir, tmp_path / "killed")
+    with closing(sqlite3.connect(killed / FILE_NAME)) as journal:
+        assert journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'running'").fetchone() == (0,)
 
 
 def test_slots_are_granted_once_as_many_workers_as_the_minimum_have_asked() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, RewardError, WaitTimeoutError
 from async_rl.base.messages.reports import ServersLost, StepDone
+from async_rl.run.processes import server_pool
 from tests.kit.fake_servers import GONE, FakeServers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]  # together they wait for seconds
@@ -37,7 +38,7 @@ async def test_the_learner_starts_with_the_fewest_servers_and_all_evaluation_ser
         assert not starting.done() and run.learner.calls == []
         run.slow.clear()
         await starting
-        assert run.pool.first_up() == "rollout/0"
+        assert await run.pool.until_up() == "rollout/0"
         for task in run.pool.tasks:
             task.cancel()
     run.log.close()
@@ -151,6 +152,21 @@ async def test_a_server_that_gets_no_weights_in_time_ends_the_run(open_run: Open
     run.learner.has_weights = False
     with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s"):
         await run.ended()
+
+
+async def test_a_joiner_that_gets_no_weights_in_time_does_not_end_the_run_and_is_tried_less_and_less_often(
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_pool, "LONGEST_RETRY_S", 0.0)  # does not hold for a server that fails while it fills
+    run = open_run({"min": 1, "max": 2}, batch_s=0.1, silent_s=0.1)
+    run.without_host = {"rollout/1"}
+    async with run.going_on():
+        run.learner.has_weights = False
+        run.without_host.clear()
+        await run.until(lambda: run.pool.servers["rollout/1"].retry_s >= 4 * server_pool.RETRY_S)
+        run.learner.has_weights = True
+        await run.until(lambda: len(run.serving()) == 2)
+        assert run.pool.servers["rollout/1"].retry_s == 0.0
 
 
 async def test_below_the_minimum_the_learner_pauses_and_goes_on_when_enough_serve(open_run: OpenRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from async_rl.base.errors import ProcessKilledError
 from async_rl.base.telemetry.status import Status
 from async_rl.run.processes import watchdog
 from async_rl.run.processes.actor_group import ActorGroup
+from async_rl.run.processes.lives import Lives
 from async_rl.run.processes.watchdog import Watchdog
 from tests.kit.configs import make_config
 
@@ -24,7 +26,7 @@ class Processes:
     """A process that answers once `answers` is true."""
 
     def __init__(self, name: str = "rollout/0") -> None:
-        self.answers = False
+        self.answers, self.starts = False, Counter({name: 1})
         self.actors = {name: SimpleNamespace(status=SimpleNamespace(remote=self._status))}
 
     async def _status(self) -> Status:
@@ -90,3 +92,13 @@ async def test_a_buffer_with_a_journal_may_be_silent_for_a_third_of_its_own_limi
     assert await watching.look() == []
     ((name, error),) = await watching.look()
     assert name == "buffer" and isinstance(error, ProcessKilledError) and setting in str(error)
+
+
+async def test_the_end_of_a_run_is_not_taken_for_the_loss_of_a_process_that_is_lost_meanwhile() -> None:
+    lives = Lives()
+    following = asyncio.create_task(lives.follow("rollout/0", asyncio.Event().wait()))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    lives.declare_lost("rollout/0", ProcessKilledError("gone"))
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following

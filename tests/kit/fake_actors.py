@@ -32,7 +32,7 @@ from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin, learner_threads
 from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import StopSignals
-from async_rl.run.processes.supervisor import Supervisor
+from async_rl.run.processes.supervisor import Supervisor, UntilUp
 from tests.kit.configs import make_config
 
 STEPS = 1000
@@ -254,7 +254,8 @@ class FakeRun:
                 raise death
             revive(death)
 
-        async def start_learner(server: str) -> None:
+        async def start_learner(until_up: UntilUp) -> None:
+            await until_up()
             limit = self.config.timeouts.limit("startup_s")
             for name in [name for name in self.processes.actors if name.startswith("learner")]:
                 starting: Any = self.processes.actors[name].start.remote(("h", 1), "tcp://buffer")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from async_rl.base.telemetry.metrics import reduce_metrics
 from async_rl.base.telemetry.timeline import PRIORITY, STATES, Sample, Span, State, Timeline, Usage, state_changes
+from async_rl.run.log.run_timeline import RunTimeline
 
 POOL = "learner/0"
 times = st.floats(0, 100, allow_nan=False)
@@ -108,6 +111,16 @@ def test_pools_count_by_the_time_in_which_they_were_there() -> None:
     assert usage.shares()["rollout/1"]["busy"] == pytest.approx(5 / 6)
     assert values["utilisation/rollout"] == pytest.approx((16 + 5) / (16 + 6))
     assert values["utilisation/rollout/other"] == pytest.approx(1 / (16 + 6))
+
+
+def test_a_server_that_left_before_it_joined_was_never_there(tmp_path: Path) -> None:
+    timeline, now_s = RunTimeline(tmp_path), time.monotonic()
+    timeline.joined("rollout/0")
+    timeline.left("rollout/1")
+    timeline.end_step(now_s + 1)
+    timeline.add_spans([Span(f"rollout/{number}", "sync", now_s + 1, now_s + 2) for number in (0, 1)])
+    assert timeline.end_step(now_s + 2).shares().keys() == {"rollout/0"}
+    timeline.close()
 
 
 def test_a_span_is_recorded_also_when_its_body_raises_and_is_handed_out_once() -> None:

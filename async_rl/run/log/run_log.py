@@ -108,9 +108,9 @@ class RunLog:
         self._pending: list[_OpenStep] = []
         """The steps of learner/0 that are not logged yet."""
         self._since_step: list[Metric] = []
-        self._awaited = {name for name in config.server_names if name.startswith("rollout")}
-        """The names of the rollout servers. A step is logged once all of them have reported their spans."""
-        self._reported_until_s = dict.fromkeys(self._awaited, 0.0)
+        self._reported_until_s = {name: 0.0 for name in config.server_names if name.startswith("rollout")}
+        """For each rollout server that is there: the end of its newest span. A step is logged once all have reported.
+        """
         self._lost_s: dict[str, float] = {}
         """For each lost rollout process that has not returned: time.monotonic() at its loss."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
@@ -205,7 +205,7 @@ class RunLog:
                     self.logger.note(text)
                 newest_s = max((span.end_s for span in spans), default=0.0)
                 waited_for = self._reported_until_s.get(process)
-                is_back = process in self._awaited and newest_s >= (self.timeline.step_ends_s or [0.0])[-1]
+                is_back = process.startswith("rollout") and newest_s >= (self.timeline.step_ends_s or [0.0])[-1]
                 if waited_for is not None or is_back:
                     self._reported_until_s[process] = max(waited_for or 0.0, newest_s)
         self._close_steps()

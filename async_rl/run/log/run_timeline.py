@@ -51,7 +51,7 @@ class RunTimeline:
 
     def left(self, pool: str) -> None:
         """Record that a pool is there no more."""
-        if there := self._there.get(pool):
+        if there := self._there.setdefault(pool, []):  # empty: it was never there
             there[-1] = (there[-1][0], min(there[-1][1], time.monotonic()))
 
     def add(self, report: TimedReport) -> list[Span]:

@@ -181,8 +181,13 @@ class RolloutActor:
         if url:
             self._config = resolve(self._config, {"rollout.server_urls": (url,)})
         pin_cpus(origin.config, index)
-        self._doing, self._since_s = "starts its engine", time.monotonic()
+        self._begin("starts its engine")
         self._index = index
+
+    def _begin(self, doing: str, limit_s: float = 0.0) -> None:
+        """Note for the status what the process does from now on, for timeouts.startup_s unless `limit_s` is given."""
+        self._doing, self._since_s = doing, time.monotonic()
+        self._limit_s = limit_s or self._config.timeouts.startup_s
 
     async def find_files(self) -> None:
         """Check that this host has the model and data. Files on the hub are downloaded.
@@ -190,11 +195,12 @@ class RolloutActor:
         Raises:
             ConfigError: a path is not on this host, or a download failed.
         """
-        self._doing, self._since_s = "fetches models and data sets", time.monotonic()
+        self._begin("fetches models and data sets", self._config.timeouts.batch_s)
         await asyncio.to_thread(find_files, self._config, SERVER_KEYS)
 
     async def start(self) -> str:
         """Start the engine with version 0, wait until it is up, and return the URL for weight pushes."""
+        self._begin("starts its engine")
         self._engine = await asyncio.to_thread(self._open_engine)  # a thread: a slow disk may take longer than silent_s
         await self._engine.start()
         return self._engine.url
@@ -223,7 +229,7 @@ class RolloutActor:
         """
         if judge_urls:
             self._config = resolve(self._config, {"judge.urls": tuple(judge_urls)})
-        self._doing, self._since_s = "opens its rewards, environment and tools", time.monotonic()
+        self._begin("opens its rewards, environment and tools")
         # a thread: it may import much, as `start` does
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address, incarnation)
 
@@ -258,8 +264,7 @@ class RolloutActor:
     async def status(self) -> Status:
         if hasattr(self, "_worker"):
             return self._worker.status()
-        limit_s = self._config.timeouts.startup_s
-        return Status(doing=self._doing, since_s=self._since_s, limit_s=limit_s)
+        return Status(doing=self._doing, since_s=self._since_s, limit_s=self._limit_s)
 
     async def dump_stacks(self) -> None:
         dump_stacks()

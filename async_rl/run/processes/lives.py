@@ -39,7 +39,8 @@ class Lives:
         try:
             await task
         except asyncio.CancelledError:
-            if (reason := self._reasons.pop(name, None)) is None:
+            reason, follower = self._reasons.pop(name, None), asyncio.current_task()
+            if reason is None or (follower and follower.cancelling()):
                 task.cancel()
                 raise
             raise LostError(reason) from None

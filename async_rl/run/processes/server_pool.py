@@ -54,6 +54,7 @@ SPARE_S = 5.0
 RETRY_S = 5.0
 """The wait before a server that failed to start is tried again while others serve. It doubles each time."""
 LONGEST_RETRY_S = 300.0
+"""The longest such wait. It has no limit for a server that is lost while it is filled: each try delays the learner."""
 NO_SERVERS = "rollout servers"
 """What a learner waits on that is paused because fewer servers than placement.rollout.servers.min serve."""
 
@@ -86,8 +87,10 @@ class Server:
     """The wait for its first weights; the result is their policy version."""
     version: int = -1
     """The version of its weights by the last report; -1: none of the learner's."""
-    failed_starts: int = 0
-    """How often it has failed to start since it served last."""
+    retry_s: float = 0.0
+    """The wait before its next start; 0 unless it has failed to start since it served last."""
+    drain_end_s: float = 0.0
+    """If it drains: when that ends, in time.monotonic()."""
 
     def enter(self, state: ServerState) -> None:
         self.state, self.since_s = state, time.time()
@@ -124,11 +127,10 @@ class ServerPool:
         self._read_reports, self._abandon, self._retire = read_reports, abandon, retire
         self._turn = asyncio.Lock() if one_by_one else nullcontext()
         self._placed, urls = config.placement.rollout, config.rollout.server_urls
-        names = (*config.server_names, *config.judge_names)
-        self.servers = {
-            name: Server(name, urls[number] if number < len(urls) and name.startswith("rollout") else "")
-            for number, name in enumerate(names) if not (urls and name.startswith("rollout") and number >= len(urls))
-        }
+        rollouts = [name for name in config.server_names if name.startswith("rollout")]
+        others = [name for name in (*config.server_names, *config.judge_names) if name not in rollouts]
+        places = dict(zip(rollouts, urls, strict=False)) if urls else dict.fromkeys(rollouts, "")
+        self.servers = {name: Server(name, url) for name, url in {**places, **dict.fromkeys(others, "")}.items()}
         self._wanted = set(self.servers)
         """The servers that the run is to have."""
         self._kept: set[str] = set()
@@ -145,6 +147,7 @@ class ServerPool:
         """The number of tokens that fitted into each server's KV cache at its first start."""
         self._paused_s: float | None = None
         """Since when the learner is paused because too few servers serve; None: it is not."""
+        self._telling = asyncio.Lock()
         watchdog.servers = self.statuses
 
     # what the supervisor calls
@@ -162,10 +165,16 @@ class ServerPool:
             self._begin_keeping(name)
         self._begin_task(self._look())
 
-    async def until_up(self) -> None:
-        """Wait until every server with which the run begins has started and connected. Each start has its own limit."""
+    async def until_up(self) -> str:
+        """Wait until every server with which the run begins has started and connected. Each start has its own limit.
+
+        Returns the name of a rollout server.
+
+        Raises:
+            WaitTimeoutError: hosts for all of them were not there within timeouts.pause_s.
+        """
         others = self._config.placement.eval.servers + self._config.placement.judge.servers
-        needed = {"rollout": self._placed.fewest, "others": others}
+        needed, limit = {"rollout": self._placed.fewest, "others": others}, self._config.timeouts.limit("pause_s")
 
         def are_up() -> bool:
             up = Counter(
@@ -173,13 +182,8 @@ class ServerPool:
             )
             return all(up[kind] >= count for kind, count in needed.items())
 
-        await self._changed.wait_until(are_up, None, "the start of the servers")
-
-    def first_up(self) -> str:
-        """Return the name of a rollout server that has started."""
-        return min(
-            name for name, each in self.servers.items() if each.kind == "rollout" and each.state is ServerState.FILLING
-        )
+        await self._changed.wait_until(are_up, limit, "the start of the servers")
+        return min(name for name, each in self.servers.items() if each.kind == "rollout" and each.is_up)
 
     async def until_known(self) -> None:
         """Let servers get weights, because the learner has started. Returns when it knows all that have connected."""
@@ -193,6 +197,7 @@ class ServerPool:
         for name in set(self._config.server_names) - up:  # steps do not wait for the reports of those that join later
             self._log.lost(name)
             self._log.left(name)
+        self._check_minimum()
 
     def note_filled(self, report: ServersFilled) -> None:
         """Let the servers serve that have the learner's weights by its report."""
@@ -202,9 +207,9 @@ class ServerPool:
                 filled.set_result(report.version)
 
     def note_lost(self, report: ServersLost) -> None:
-        """Treat servers as dead that a weight push has dropped, unless they have been started again since."""
+        """Treat servers as dead that a weight push has dropped, unless the driver knows of it, or restarted them."""
         for name, start in report.servers:
-            if self._processes.starts[name] == start:
+            if self._processes.starts[name] == start and name in self._processes.actors:
                 self.declare_lost(name, ProcessDiedError(
                     f"{self._processes.on_host(name)} did not answer in a weight push that failed, refused it, or "
                     f"serves other weights{report.cause and f' ({report.cause})'}, and gets no more weights"
@@ -263,7 +268,8 @@ class ServerPool:
                 await self._lives.follow(name, self._live(server, is_first))
             except LostError as lost:
                 error = lost.error
-            leaves, has_served = self._leaves(server), server.state is ServerState.SERVING
+            leaves, lost_in = self._leaves(server), server.state
+            has_served = lost_in is ServerState.SERVING
             if not leaves:
                 self._count_death(server, error, has_served)
             again = "is lost, and started again" if name in self._wanted else "is gone"
@@ -277,9 +283,12 @@ class ServerPool:
             if leaves or not self._processes.reservation.has_host(name):
                 self._log.left(name)
             await self._changed.notify()
-            self._pause_below_minimum()
+            self._check_minimum()
             if not leaves and not has_served and self._can_wait(server):
-                server.failed_starts += 1
+                server.retry_s = 2 * server.retry_s or RETRY_S
+                if lost_in is ServerState.STARTING:
+                    server.retry_s = min(server.retry_s, LONGEST_RETRY_S)
+        self._log.left(name)
         self._processes.reservation.release(name)
         self._kept.discard(name)
 
@@ -298,8 +307,7 @@ class ServerPool:
             LostError: the server was lost.
         """
         name, version = server.name, None
-        if server.failed_starts:
-            await asyncio.sleep(min(RETRY_S * 2 ** min(server.failed_starts - 1, 10), LONGEST_RETRY_S))
+        await asyncio.sleep(server.retry_s)
         await self._processes.reservation.find_place(name)
         async with self._on_shared_gpu(name):
             await self._start(server)
@@ -334,15 +342,15 @@ class ServerPool:
         started, it does nothing.
 
         Raises:
-            AsyncRLError: the step did not end in time, or learner rank 0 has died.
+            LostError: the step did not end in time, or learner rank 0 has died.
         """
         if not (self._config.shares_gpus and self._is_learner_up.is_set()):
             yield
             return
         learner: Any = self._processes.actors["learner/0"]
         beginning, what = learner.begin_start.remote(name), f"the end of the learner's step, before {name} starts"
-        await self._processes.call("learner/0", beginning, self._push_limit, what)
         try:
+            await self._call("learner/0", beginning, self._push_limit, what)
             yield
         finally:
             learner.end_start.remote(name)
@@ -411,14 +419,15 @@ class ServerPool:
         """Wait until a server has the learner's weights, and return their version.
 
         Raises:
-            WaitTimeoutError: the learner made no push in time.
+            LostError: the learner made no push in time.
         """
         assert server.filled is not None
         try:
             async with asyncio.timeout(self._push_limit.seconds):
                 return await server.filled
         except TimeoutError:
-            raise WaitTimeoutError(f"{server.name} waited {self._push_limit} for the learner's weights") from None
+            error = WaitTimeoutError(f"{server.name} waited {self._push_limit} for the learner's weights")
+            raise LostError(error) from None
 
     async def _serve(self, server: Server) -> None:
         """Log the reports of a server that has started, until it is lost.
@@ -428,12 +437,12 @@ class ServerPool:
         """
         name = server.name
         server.enter(ServerState.SERVING)
-        server.failed_starts = 0
+        server.retry_s = 0.0
         self.serving.add(name)
         self._proven.add(server.kind)
         if server.kind != "judge":
             self._log.joined(name)
-        self._end_pause()
+        self._check_minimum()
         await self._changed.notify()
         try:
             await self._compare_kv_room(name)
@@ -473,7 +482,7 @@ class ServerPool:
         self._log.lost(name)
         if name in self._processes.actors:
             self._processes.kill(name)
-        if self.servers[name].is_known and name in self._config.server_names:
+        if self._is_learner_up.is_set() and name in self._config.server_names:
             self._processes.actors["learner/0"].leave_server.remote(name, self._processes.starts[name])
 
     def _count_death(self, server: Server, error: AsyncRLError, has_served: bool) -> None:
@@ -513,7 +522,8 @@ class ServerPool:
         limit = self._config.timeouts.limit("pause_s")
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            for name, left_s in self._processes.reservation.seconds_left().items():
+            left_s_of = self._processes.reservation.seconds_left()
+            for name, left_s in ((name, left_s_of[name]) for name in left_s_of.keys() & self._processes.actors.keys()):
                 self._leave(name, min(self._placed.leave_s, left_s - SPARE_S), "its host leaves")
             for request in take_requests(self._config.run_dir):
                 self._answer(request)
@@ -528,14 +538,12 @@ class ServerPool:
         rollouts = sorted((n for n in self._wanted if n.startswith("rollout")), key=_number)
         unwanted = [n for number in range(self._placed.most) if (n := f"rollout/{number}") not in self._wanted]
         urls = self._config.rollout.server_urls
-        places = {self.servers[name].attached_url or name for name in rollouts}
+        kept = [each for each in self.servers.values() if each.kind == "rollout" and each.name in self._kept]
+        places = {each.attached_url or each.name: each.state.value for each in kept}
         match request.action:
-            case "remove" if request.name in rollouts:
+            case "remove" if request.name in {each.name for each in kept}:
                 self._wanted.discard(request.name)
                 self._leave(request.name, 0.0 if request.now else self._placed.leave_s, "a person has removed it")
-            case "remove" if request.now and (server := self.servers.get(request.name)):  # it drains already
-                if server.state is ServerState.DRAINING:
-                    self.declare_lost(request.name, ProcessDiedError(f"{request.name} leaves: a person has removed it"))
             case "max" if 1 <= request.number <= self._placed.most:
                 for name in rollouts[request.number :]:
                     self._wanted.discard(name)
@@ -546,8 +554,8 @@ class ServerPool:
             case "add" if urls and request.url not in places and (free := [n for n in unwanted if n not in self._kept]):
                 self._join(free[0], request.url)
             case _:
-                there = f"{len(rollouts)} of at most {self._placed.most} servers: {', '.join(sorted(places))}"
-                self._log.logger.note(f"refused: {request}. The run wants {there}")
+                there = ", ".join(f"{place} ({state})" for place, state in places.items())
+                self._log.logger.note(f"refused: {request}. Of at most {self._placed.most} servers the run has {there}")
 
     def _join(self, name: str, url: str = "") -> None:
         """Start a server, or start it again once it has left."""
@@ -559,45 +567,59 @@ class ServerPool:
 
     def _leave(self, name: str, limit_s: float, why: str) -> None:
         """Let a server leave. A server that serves may first finish its groups, for at most `limit_s` seconds."""
-        server = self.servers[name]
-        if server.state is ServerState.SERVING and limit_s > 0 and server.kind == "rollout":
+        server, end_s = self.servers[name], time.monotonic() + limit_s
+        if server.state is ServerState.DRAINING:
+            server.drain_end_s = min(server.drain_end_s, end_s)
+        elif server.state is ServerState.SERVING and limit_s > 0 and server.kind == "rollout":
             server.enter(ServerState.DRAINING)
+            server.drain_end_s = end_s
             self.serving.discard(name)
             self._log.logger.note(f"{name} drains for at most {limit_s:.0f} s: {why}")
-            self._begin_task(self._drain(server, limit_s, why))
-        elif server.state not in (ServerState.DRAINING, ServerState.GONE):
+            self._begin_task(self._drain(server, why))
+        elif server.state is not ServerState.GONE:
             server.enter(ServerState.DRAINING)
             self.declare_lost(name, ProcessDiedError(f"{name} leaves: {why}"))
 
-    async def _drain(self, server: Server, limit_s: float, why: str) -> None:
-        """Wait until a server has no group any more, at most `limit_s` seconds, then declare it lost."""
-        name, start = server.name, self._processes.starts[server.name]
-        self._processes.actors["learner/0"].leave_server.remote(name, start)
-        end_s = time.monotonic() + limit_s
-        while server.state is ServerState.DRAINING and self._processes.starts[name] == start:
-            if await self._retire(name) == 0 or time.monotonic() > end_s:
+    async def _drain(self, server: Server, why: str) -> None:
+        """Wait until a server has no group any more, or its time is over, then declare it lost."""
+        name, start, is_told = server.name, self._processes.starts[server.name], False
+        while True:
+            num_groups = await self._retire(name)
+            if server.state is not ServerState.DRAINING or self._processes.starts[name] != start:
+                return  # it is lost meanwhile
+            if num_groups == 0 or time.monotonic() > server.drain_end_s:
                 self.declare_lost(name, ProcessDiedError(f"{name} leaves: {why}"))
                 return
+            if not is_told:  # only now: a slot after the next push would want newer weights than it gets
+                self._processes.actors["learner/0"].leave_server.remote(name, start)
+                is_told = True
             await asyncio.sleep(DRAIN_INTERVAL_S)
 
-    def _pause_below_minimum(self) -> None:
-        """Pause the learner if fewer servers serve than the minimum."""
+    def _check_minimum(self) -> None:
+        """Pause the learner if fewer servers serve, or will soon, than the minimum; let it go on once enough serve."""
         count, fewest = len(self.rollouts), self._placed.fewest
-        if (
-            self._placed.is_elastic and self._is_learner_up.is_set() and count < fewest and self._paused_s is None
-            and "rollout" in self._proven
-        ):
+        filling = [
+            each for each in self.servers.values() if each.kind == "rollout" and each.state is ServerState.FILLING
+        ]
+        if not (self._placed.is_elastic and self._is_learner_up.is_set()):
+            return
+        if self._paused_s is None and count + len(filling) < fewest:
             self._paused_s = time.monotonic()
             self._log.logger.note(f"{count} of at least {fewest} rollout servers serve: the learner waits")
             self._watchdog.too_few_servers = f"{PAUSED}: fewer than {fewest} rollout servers serve"
-            self._processes.actors["learner/0"].pause.remote(NO_SERVERS)
-
-    def _end_pause(self) -> None:
-        """Let a learner go on that `_pause_below_minimum` has paused, if enough servers serve."""
-        if self._paused_s is not None and len(self.rollouts) >= self._placed.fewest:
+            self._begin_task(self._tell_pause())
+        elif self._paused_s is not None and count >= fewest:
             self._paused_s, self._watchdog.too_few_servers = None, ""
-            self._log.logger.note(f"{len(self.rollouts)} rollout servers serve: the learner goes on")
-            self._processes.actors["learner/0"].go_on.remote(NO_SERVERS)
+            self._log.logger.note(f"{count} rollout servers serve: the learner goes on")
+            self._begin_task(self._tell_pause())
+
+    async def _tell_pause(self) -> None:
+        """Tell the learner whether it is paused now. One call ends before the next, else they could change places."""
+        async with self._telling:
+            learner: Any = self._processes.actors["learner/0"]
+            call = (learner.go_on if self._paused_s is None else learner.pause).remote(NO_SERVERS)
+            limit = self._config.timeouts.limit("silent_s")
+            await self._processes.call("learner/0", call, limit, "the pause below placement.rollout.servers.min")
 
 
 def _number(name: str) -> int:

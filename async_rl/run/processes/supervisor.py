@@ -51,6 +51,9 @@ class EndedError(Exception):
 
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
+UntilUp = Callable[[], Awaitable[str]]
+"""Waits until the servers with which the run begins have started, and returns the name of a rollout server."""
+StartLearner = Callable[[UntilUp], Awaitable[None]]
 """A function that starts a new buffer after a death. It gets the error of the death, and raises it if it can't."""
 
 
@@ -86,8 +89,7 @@ class Supervisor:
             self.watch = RunWatch(config, processes, log, self.watchdog)
 
     def train(
-        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: Callable[[str], Awaitable[None]],
-        signals: StopSignals,
+        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: StartLearner, signals: StopSignals
     ) -> None:
         """Start the servers and the learner, and supervise all until the ranks have ended and all steps are logged.
 
@@ -95,7 +97,7 @@ class Supervisor:
 
         Args:
             revive_buffer: starts a new buffer after a death.
-            start_learner: starts the learner on all ranks, when enough servers have started. It gets the name of one.
+            start_learner: starts the learner on all ranks, when enough servers have started.
 
         Raises:
             AsyncRLError: the first error that ends the run.
@@ -111,8 +113,7 @@ class Supervisor:
             signals.is_heeded = True
 
     async def _train(
-        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: Callable[[str], Awaitable[None]],
-        signals: StopSignals,
+        self, buffer_address: str, revive_buffer: ReviveBuffer, start_learner: StartLearner, signals: StopSignals
     ) -> None:
         names = list(self._processes.actors)
         self._learning = {name for name in names if name.startswith("learner")}
@@ -129,8 +130,7 @@ class Supervisor:
                     self._end_on(stop),
                 )]
                 self._pool.begin(self._tasks, buffer_address)
-                await self._pool.until_up()
-                await start_learner(self._pool.first_up())
+                await start_learner(self._pool.until_up)
                 await self._pool.until_known()
                 self._is_training = True
                 if self.watch:

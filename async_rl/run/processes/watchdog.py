@@ -77,10 +77,13 @@ class Watchdog:
                 self._heard_s[name] = time.monotonic()
                 self._starting.discard(name)
         self.write_status(self.too_few_servers if self.note == RUNNING and self.too_few_servers else self.note)
-        dead = [*self._overdue(), *self._silent(asked & self._questions.keys())]
+        dead, starts = [*self._overdue(), *self._silent(asked & self._questions.keys())], self._processes.starts.copy()
         if dead:
-            await self._processes.dump_stacks()
-        return [(name, type(error)(f"{error}{self._processes.log_tail(name)}")) for name, error in dead]
+            await self._processes.dump_stacks()  # which takes a while: a process may be started again meanwhile
+        return [
+            (name, type(error)(f"{error}{self._processes.log_tail(name)}"))
+            for name, error in dead if self._processes.starts[name] == starts[name]
+        ]
 
     def write_status(self, note: str) -> None:
         """Write the last status of every process to status.json.

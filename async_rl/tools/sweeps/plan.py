@@ -444,7 +444,8 @@ def _num_servers(run: Run, configured: int | dict[str, int]) -> int:
     if isinstance(configured, int):
         return configured
     counts = [sum(key.startswith("version/rollout/") for key in step) for step in timed_steps(run)]
-    return max(1, round(float(np.mean(counts)))) if counts else configured["min"]
+    with_push = [count for count in counts if count]
+    return max(1, round(float(np.mean(with_push)))) if with_push else configured["min"]
 
 
 def _config(run: Run) -> dict[str, Any]:

@@ -36,12 +36,13 @@ def nightly(*way: object) -> Any:
 WAYS = [
     ("sglang", "abort", "disk", False, "none"), ("sglang", "in_place", "gloo", False, "delta"),
     *(nightly("sglang", "in_place", "gloo", False, form) for form in ("none", "device", "adapter")),
-    nightly("sglang", "in_place", "cuda_ipc", True, "none"), nightly("sglang", "drain", "gloo", False, "host"),
+    nightly("sglang", "in_place", "cuda_ipc", True, "none"), nightly("sglang", "drain", "gloo", False, "none"),
     *(nightly("sglang", "retract", "disk", False, form) for form in FORMS),
     nightly("overlapping", "in_place", "gloo", False, "host"),
     vllm("in_place", "gloo", False, "none"), vllm("abort", "disk", False, "none"),
     vllm("in_place", "cuda_ipc", False, "none"), vllm("retract", "gloo", False, "device"),
-    vllm("drain", "gloo", False, "host"), vllm("in_place", "gloo", False, "delta"),
+    vllm("drain", "gloo", False, "none"), vllm("abort", "gloo", False, "host"),
+    vllm("in_place", "gloo", False, "delta"),
     vllm("in_place", "disk", False, "adapter"),
 ]
 """Server, weight_sync.on_update, weight_sync.transport, placement.colocated, weight_sync.double_buffer or a form."""

@@ -68,21 +68,12 @@ def test_lost_processes_come_back_or_end_the_run_and_every_group_is_counted(
     check(kill_once(str(smoke_yaml), kind, options(engine, seed), random.Random(seed), tmp_path), tmp_path)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "engine"), [("server", "sglang"), ("learner", "hf")])
-def test_a_process_that_dies_where_pushes_are_staged_is_replaced_or_ends_the_run(
-    smoke_yaml: Path, tmp_path: Path, kind: str, engine: str
-) -> None:
-    staged = [*options(engine, 1), "weight_sync.double_buffer=device", "weight_sync.bucket_bytes=65536"]
-    check(kill_once(str(smoke_yaml), kind, staged, random.Random(1), tmp_path), tmp_path)
-
-
-COMPACT = {
+FORMS = {
     "adapter": ["weight_sync.lora=adapter", "model.lora.rank=4"],
     "delta": ["weight_sync.delta=true", "model.dtype=bfloat16", "learner.lr=1e-5"],
+    "staged": ["weight_sync.double_buffer=device"],
 }
-"""The settings of pushes of which servers make whole weights."""
+"""The settings of pushes that are no whole weights, or that wait at the servers."""
 
 
 @pytest.mark.nightly
@@ -92,17 +83,18 @@ COMPACT = {
     [
         ("server", "sglang", "delta", "gloo"), ("worker", "hf", "delta", "disk"),
         ("server", "sglang", "adapter", "disk"), ("learner", "hf", "adapter", "gloo"),
+        ("server", "sglang", "staged", "auto"), ("learner", "hf", "staged", "auto"),
     ],
 )
-def test_a_process_that_dies_where_pushes_are_compact_is_replaced_or_ends_the_run(
+def test_a_process_that_dies_where_pushes_have_a_form_is_replaced_or_ends_the_run(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, form: str, transport: str
 ) -> None:
     """Changes are pushed again after the loss: who has come back gets whole weights once."""
-    compact = [
-        *options(engine, 1), *COMPACT[form], f"weight_sync.transport={transport}",
-        "weight_sync.bucket_bytes=65536", "task.reward=tests.e2e.test_old_kv:vowels",
+    pushes = [
+        *options(engine, 1), *FORMS[form], f"weight_sync.transport={transport}", "weight_sync.bucket_bytes=65536",
+        "task.reward=tests.e2e.test_old_kv:vowels",
     ]
-    check(kill_once(str(smoke_yaml), kind, compact, random.Random(1), tmp_path), tmp_path)
+    check(kill_once(str(smoke_yaml), kind, pushes, random.Random(1), tmp_path), tmp_path)
     if form == "delta":
         shares = [r["push/changed_share"] for r in logged(tmp_path / kind) if "push/changed_share" in r]
         assert max(shares) < 1.0, "one that has come back gets whole weights by itself"

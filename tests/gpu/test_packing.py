@@ -11,8 +11,9 @@ from transformers.utils import is_flash_attn_2_available
 from async_rl.base.config import Config
 from learner.loop.updater import Updater
 from tests.kit.configs import changed
-from tests.kit.learner.random_batches import gradients, random_batch
+from tests.kit.learner.random_batches import random_batch
 from tests.kit.learner.served_batches import FLOAT32_OPEN, Note, learner_logprobs
+from tests.kit.learner.updates import gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -14,7 +14,8 @@ from async_rl.base.config import Config, LearnerPlacement, PlacementConfig
 from async_rl.base.network import agree_on_nccl
 from learner.loop.updater import Updater
 from tests.kit.configs import changed
-from tests.kit.learner.random_batches import gradients, random_batch
+from tests.kit.learner.random_batches import random_batch
+from tests.kit.learner.updates import gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

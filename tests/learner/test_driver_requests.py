@@ -30,21 +30,6 @@ def test_the_most_urgent_request_comes_first_and_the_first_reason_stays() -> Non
     assert requests.why_no_batch() == NoBatch("stopped")
 
 
-def test_an_early_end_pushes_and_saves_the_model_as_the_last_step_does(
-    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
-) -> None:
-    learner = open_run(50, weight_sync={"every_steps": 3})
-    reports = []
-    for report in learner.run():
-        reports.append(report)
-        if isinstance(report, StepDone) and report.version == 2:
-            learner.requests.end("the reward is above 0.9")
-    assert isinstance(reports[-1], TrainingEnded)
-    assert (reports[-1].version, reports[-1].reason) == (2, "the reward is above 0.9")
-    assert publisher.calls[-1] == ("push", 2)
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-
-
 @pytest.mark.parametrize(("end", "reason", "pushes"), [
     ("buffer", "the task is solved", [("push", 1), ("push", 2)]),
     ("program", "the reward is above 0.9", [("push", 1), ("push", 2)]),

@@ -8,24 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.config import LearnerConfig, ModelConfig
 from async_rl.base.types import Batch
 from learner.algorithms.advantages import batch_advantages
-from learner.algorithms.diagnostics import MetricAccumulator
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
 from learner.packing import Layout, MicroBatch
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.updates import reference_logprobs
+from tests.kit.learner.updates import batch_logprobs, gradients
 from tests.kit.models import save_bare_model
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
 CPU = torch.device("cpu")
+BATCH = make_batch(groups=6)
 
 
 def open_updater(path: Path, attention: Any = "sdpa", max_tokens: int = 4096, **learner: Any) -> Updater:
@@ -34,28 +33,18 @@ def open_updater(path: Path, attention: Any = "sdpa", max_tokens: int = 4096, **
     return Updater(learner_config(path, model=model, learner=LearnerConfig(**learner)), CPU)
 
 
-def gradients(updater: Updater) -> dict[str, Tensor]:
-    batch = make_batch(groups=6)
-    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
-    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
-    return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
-
-
 def check_logprobs(updater: Updater, path: Path, batch: Batch) -> tuple[MicroBatch, ...]:
     """Every answer of the batch scored once, as transformers scores it alone; returns the micro-batches."""
-    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = batch_logprobs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), batch)
     (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     rows = []
     for micro in minibatch.micro_batches:
         with torch.no_grad():
             logprobs = updater.policy(micro.inputs)[0].split(micro.response.lengths)
-        for (g, i), ours in zip(micro.rows, logprobs, strict=True):
-            group = batch.groups[g]
-            with torch.no_grad():
-                alone = reference_logprobs(lm, group.prompt_tokens, group.rows[i].tokens, group.temperature)
-            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=1e-5)
-            rows.append((g, i))
-    assert sorted(rows) == [(g, i) for g in range(6) for i in range(4)]
+        for row, ours in zip(micro.rows, logprobs, strict=True):
+            torch.testing.assert_close(ours, expected[row], atol=1e-5, rtol=1e-5)
+            rows.append(row)
+    assert sorted(rows) == list(expected)
     return minibatch.micro_batches
 
 
@@ -111,17 +100,17 @@ def test_checkpointed_blocks_are_computed_twice_and_give_the_same_gradient(
     for name, updater in (("plain", plain), ("checkpointed", checkpointed)):
         for layer in updater.policy.lm.model.layers:
             layer.mlp.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-    expected = gradients(plain)
-    for name, gradient in gradients(checkpointed).items():
+    expected = gradients(plain, BATCH)
+    for name, gradient in gradients(checkpointed, BATCH).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-7, rtol=1e-5)
     assert calls == ["plain"] * 2 + ["checkpointed"] * 4
 
 
 @pytest.mark.nightly
 def test_compiled_blocks_give_the_same_gradient_and_names(tiny_model_path: Path, one_rank: None) -> None:
-    expected = gradients(open_updater(tiny_model_path))
+    expected = gradients(open_updater(tiny_model_path), BATCH)
     compiled = open_updater(tiny_model_path, compile=True, gradient_checkpointing=True)
-    for name, gradient in gradients(compiled).items():
+    for name, gradient in gradients(compiled, BATCH).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)
     assert {name for name, _ in full_parameters(compiled.policy, torch.float32)} == set(expected)
 
@@ -137,7 +126,7 @@ def test_flex_attention_on_a_gpu_gives_the_gradient_of_sdpa(tmp_path: Path, dtyp
         found = []
         for attention in ("sdpa", "flex_attention"):
             model = ModelConfig(path=str(path), attn_implementation=attention, dtype=dtype)  # type: ignore[arg-type]
-            found.append(gradients(Updater(learner_config(path, model=model), torch.device("cuda"))))
+            found.append(gradients(Updater(learner_config(path, model=model), torch.device("cuda")), BATCH))
         for name, gradient in found[1].items():
             tolerance = 1e-5 if dtype == "float32" else 0.05
             torch.testing.assert_close(gradient, found[0][name], atol=tolerance, rtol=tolerance)

@@ -84,6 +84,16 @@ def test_rewards_are_compared_between_episodes_whatever_their_rows(advantage: st
     assert plain.tolist() == pytest.approx([0, 0, -of_first, -of_first])
 
 
+def test_any_advantage_is_whitened_on_request() -> None:
+    whitened, expected, plain = (
+        np.concatenate(batch_advantages(config_of(**algorithm), hand_batch())[0])
+        for algorithm in (
+            {"advantage": "dr_grpo", "whiten": True}, {"advantage": "reinforce_pp_baseline"}, {"advantage": "dr_grpo"}
+        )
+    )
+    assert np.array_equal(whitened, expected) and not np.array_equal(whitened, plain)
+
+
 def test_the_length_of_an_episode_is_that_of_all_its_rows() -> None:
     """The rewards 1.75 and 0.25 of 5 and 2 sampled tokens have the baseline (8.75 + 0.5) / 7."""
     ((first, second, plain),) = batch_advantages(config_of(advantage="opo"), hand_batch())

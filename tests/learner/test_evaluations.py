@@ -57,10 +57,6 @@ def evaluate(learner: Learner, ends: Sequence[int]) -> Iterator[LearnerReport]:
             learner.evaluations.schedule.ended()
 
 
-def _is_held(step: StepDone) -> bool:
-    return any(metric.key == "time/held_by_eval_s" for metric in step.metrics)
-
-
 def test_the_versions_that_are_due_are_pushed_to_the_evaluation_servers_alone(
     open_beside: OpenRun, publisher: FakePublisher, of_eval: FakePublisher
 ) -> None:
@@ -78,17 +74,6 @@ def test_the_versions_that_are_due_are_pushed_to_the_evaluation_servers_alone(
     assert "eval" not in {span.state for step in steps for span in step.spans}
 
 
-def test_a_version_is_skipped_while_the_evaluation_before_it_runs(open_beside: OpenRun, of_eval: FakePublisher) -> None:
-    learner = open_beside(8)
-    reports = [report for report in evaluate(learner, ends=[0]) if not isinstance(report, StepDone)]
-    busy = "the evaluation before it is still running"
-    assert reports == [
-        EvaluationDue(version=0, servers=("eval/0",)), EvaluationDue(version=2, servers=("eval/0",)),
-        EvaluationSkipped(version=4, reason=busy), EvaluationSkipped(version=6, reason=busy),
-    ]
-    assert [version for name, version in of_eval.calls if name == "push"] == [2]
-
-
 def test_rollout_servers_too_make_one_evaluation_at_a_time(open_run: OpenRun) -> None:
     learner = open_run(10, eval={"every_steps": 2})
     reports = list(evaluate(learner, ends=[2]))
@@ -97,22 +82,6 @@ def test_rollout_servers_too_make_one_evaluation_at_a_time(open_run: OpenRun) ->
         *(EvaluationSkipped(version=v, reason="the evaluation before it is still running") for v in (6, 8)),
     ]
     assert [report.version for report in reports if isinstance(report, StepDone)] == list(range(1, 11)), "none waited"
-
-
-def test_only_pushes_of_versions_that_get_a_checkpoint_wait_where_the_best_is_kept(
-    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = open_run(7, eval={"every_steps": 1}, checkpoint={"every_steps": 3, "keep_best": 1})
-    schedule = learner.evaluations.schedule
-    monkeypatch.setattr(schedule, "wait", schedule.ended)
-    reports = list(evaluate(learner, ends=[3]))
-    busy = "the evaluation before it is still running"
-    assert [report for report in reports if not isinstance(report, StepDone)] == [
-        EvaluationDue(version=1), EvaluationSkipped(version=2, reason=busy), EvaluationDue(version=3),
-        EvaluationDue(version=4), EvaluationSkipped(version=5, reason=busy), EvaluationDue(version=6),
-    ]
-    held = [step.version for step in reports if isinstance(step, StepDone) and _is_held(step)]
-    assert held == [3, 6], "a wait for no evaluation is none"
 
 
 @pytest.mark.parametrize("has_servers", [True, False])
@@ -154,28 +123,6 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     pushes = [version for name, version in of_eval.calls if name == "push"]
     assert pushes == [2, 2, 6], "the push that lost it was repeated without it"
     assert of_eval.members.current == (Member("eval/0", "http://new", 2),)
-
-
-def test_an_evaluation_server_that_is_lost_before_the_first_evaluation_gets_no_push(
-    open_beside: OpenRun, of_eval: FakePublisher
-) -> None:
-    learner = open_beside(2, weight_sync={"verify_every": 0})
-    learner.servers["eval"].leave("eval/0", 1)
-    skipped, *steps = evaluate(learner, ends=[])
-    gone = "no evaluation server is up"
-    assert skipped == EvaluationSkipped(version=0, reason=gone)
-    assert [step.version for step in steps if isinstance(step, StepDone)] == [1, 2]
-    assert of_eval.calls == []
-
-
-@pytest.mark.parametrize(("push_s", "limit_s"), [(20.0, 100.0), (80.0, 300.0)])
-def test_a_push_to_evaluation_servers_may_take_five_times_one_to_the_others(
-    open_beside: OpenRun, push_s: float, limit_s: float, publisher: FakePublisher, of_eval: FakePublisher
-) -> None:
-    """timeouts.silent_s, five pushes to the rollout servers, and at most timeouts.push_s."""
-    publisher.seconds = push_s
-    list(evaluate(open_beside(3), ends=[0, 2]))
-    assert (of_eval.members.limit.seconds, publisher.members.limit.seconds) == (limit_s, 300.0)
 
 
 def test_a_resumed_learner_first_has_the_version_of_its_checkpoint_evaluated(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +20,12 @@ from learner.loop.pusher import Pusher, open_pushers
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
 from learner.models.tiny_model import character_tokenizer
-from tests.extensions.transport import NEW_FOLDERS, NewFolderTransport
-from tests.kit.configs import changed, learner_config
+from tests.kit.configs import learner_config
 from tests.kit.engines.object_receiver import ObjectReceiver
 from tests.kit.engines.serving_process import ServingProcess, checksums
 from tests.kit.learner.batches import make_batch
 from tests.kit.models import save_bare_model
-from tests.kit.publishers import CPU, OBJECT_ENGINE, AcceptingHandler
+from tests.kit.publishers import CPU, OBJECT_ENGINE, answering
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 DTYPE = torch.bfloat16
@@ -128,31 +124,6 @@ def test_a_joiner_is_filled_by_itself_and_then_gets_the_pushes_of_all(
     pusher.close()
 
 
-CLOSED: list[str] = []
-
-
-class ClosingTransport(NewFolderTransport):
-    def close(self) -> None:
-        CLOSED.append(self.members.purpose)
-
-
-CLOSING = replace(NEW_FOLDERS, open=ClosingTransport)
-
-
-def test_the_end_closes_the_transports_of_fills_and_of_pushes(
-    tiny_model_path: Path, tmp_path: Path, one_rank: None
-) -> None:
-    config = changed(config_of("disk", tiny_model_path, tmp_path), weight_sync={"transport": f"{__name__}:CLOSING"})
-    CLOSED.clear()
-    open_pushers(config, Updater(config, CPU), 0)["rollout"].close()
-    assert sorted(CLOSED) == ["fill", "push"]
-
-
-class RefusingReceiver(ObjectReceiver):
-    def map_bucket(self, *_: object) -> None:
-        raise WeightSyncError("no")
-
-
 class ForgetfulReceiver(ObjectReceiver):
     """Does not load one of its weights."""
 
@@ -218,24 +189,9 @@ def pool_of_objects(model: Path, folder: Path) -> Pool:
     return Pool(config_of("cuda_ipc", model, folder / "run"))
 
 
-@pytest.mark.parametrize("kind", [RefusingReceiver, ForgetfulReceiver])
-def test_a_joiner_that_loads_not_all_is_lost_and_costs_the_others_nothing(
-    kind: type[ObjectReceiver], tiny_model_path: Path, tmp_path: Path, one_rank: None
-) -> None:
-    pool = pool_of_objects(tiny_model_path, tmp_path)
-    pool.step()
-    unfit = kind(pool.names)
-    pool.join("rollout/1", unfit.url)
-    (lost,) = pool.fill()
-    assert isinstance(lost, ServersLost) and lost.servers == (("rollout/1", 1),)
-    assert "no" in lost.cause if kind is RefusingReceiver else pool.names[-1] in lost.cause
-    calls_of(unfit)
-    pool.step()
-    assert calls_of(unfit) == []
-
-
+@pytest.mark.parametrize("kind", [ForgetfulReceiver, WrongReceiver])
 def test_a_joiner_with_other_weights_is_lost_and_costs_the_others_nothing(
-    tiny_model_path: Path, tmp_path: Path, one_rank: None
+    kind: type[ObjectReceiver], tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     """Its name is one of which a server was compared before: so it is known that its engine keeps the pushed values."""
     pool = pool_of_objects(tiny_model_path, tmp_path)
@@ -243,13 +199,13 @@ def test_a_joiner_with_other_weights_is_lost_and_costs_the_others_nothing(
     pool.join("rollout/1", ObjectReceiver(pool.names).url)
     assert pool.fill() == [ServersFilled(servers=(("rollout/1", 1),), version=1)]
     pool.pusher.members.leave("rollout/1", 1)
-    wrong = WrongReceiver(pool.names)
-    pool.join("rollout/1", wrong.url, 2)
+    unfit = kind(pool.names)
+    pool.join("rollout/1", unfit.url, 2)
     (lost,) = pool.fill()
     assert isinstance(lost, ServersLost) and lost.servers == (("rollout/1", 2),)
-    assert "resume" not in calls_of(wrong), "it samples nothing from them"
+    assert "resume" not in calls_of(unfit), "it samples nothing from them"
     pool.step()
-    assert calls_of(wrong) == []
+    assert calls_of(unfit) == []
 
 
 def test_a_joiner_that_leaves_while_it_is_filled_gets_no_push_and_is_not_reported(
@@ -312,8 +268,5 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingPro
 @pytest.fixture
 def says_it_has_joined() -> Iterator[str]:
     """The URL of a server that accepts whatever it is asked, and does nothing."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), AcceptingHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering() as url:
+        yield url

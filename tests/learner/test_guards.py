@@ -27,7 +27,7 @@ from async_rl.base.types import Batch
 from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
+from tests.kit.learner.updates import batch_logprobs, values_of, weights_of
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -51,12 +51,10 @@ def kl_by_hand(path: Path, batch: Batch) -> float:
     """k3 of KL(behaviour || policy of the folder), mean over trained tokens."""
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     terms = []
-    for group in batch.groups:
-        for row in group.rows:
-            with torch.no_grad():
-                ours = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature).numpy()
-            difference = ours.astype(np.float64) - row.logprobs
-            terms.append((np.exp(difference) - 1 - difference)[row.mask])
+    for (g, i), ours in batch_logprobs(lm, batch).items():
+        row = batch.groups[g].rows[i]
+        difference = ours.double().numpy() - row.logprobs
+        terms.append((np.exp(difference) - 1 - difference)[row.mask])
     return float(np.concatenate(terms).mean())
 
 
@@ -159,14 +157,10 @@ def kl_moved(path: Path, updater: Updater, batch: Batch) -> list[float]:
     now = copy.deepcopy(start)
     now.load_state_dict(weights_of(updater), strict=False)
     terms: list[float] = []
-    for group in batch.groups:
-        for row in group.rows:
-            with torch.no_grad():
-                p, q = (
-                    reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature).double()
-                    for lm in (start, now)
-                )
-            terms += (torch.exp(q - p) - 1 - (q - p))[torch.tensor(row.mask)].tolist()
+    before, after = batch_logprobs(start, batch), batch_logprobs(now, batch)
+    for (g, i), p in before.items():
+        moved = after[g, i].double() - p.double()
+        terms += (torch.exp(moved) - 1 - moved)[torch.tensor(batch.groups[g].rows[i].mask)].tolist()
     return terms
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from async_rl.base.config import LoraConfig, ModelConfig
+from async_rl.base.config import ModelConfig
 from async_rl.base.errors import ConfigError
 from learner.loop.optimizer import check_optimizer, decayed
 from learner.loop.updater import Updater
@@ -78,11 +75,6 @@ def test_patterns_that_fit_nothing_or_everything_are_refused(
         Updater(learner_config(tiny_model_path, model=model), CPU)
 
 
-def test_frozen_weights_beside_adapters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.frozen .*model\.lora\.rank"):
-        ModelConfig(path="m", frozen=("*.bias",), lora=LoraConfig(rank=4))
-
-
 def test_another_optimizer_of_torch_moves_the_weights_by_its_own_rule(tiny_model_path: Path, one_rank: None) -> None:
     """The first step of SGD is the clipped gradient times the rate, whatever the momentum."""
     learner = {"lr": 0.1, "grad_clip": 0.5, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}}
@@ -91,46 +83,6 @@ def test_another_optimizer_of_torch_moves_the_weights_by_its_own_rule(tiny_model
     metrics = values_of(updater.update(make_batch()))
     moved = torch.cat([(after - before[name]).flatten() for name, after in weights_of(updater).items()])
     assert moved.norm().item() == pytest.approx(0.1 * min(0.5, metrics["policy/grad_norm"]), rel=1e-4)
-
-
-def with_rate_in_a_tensor(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
-    """An optimizer that keeps its learning rate in a tensor, as torchao's do, and notes that of each step."""
-
-    class Checked(torch.optim.Adam):
-        def step(self, closure: Any = None) -> Any:
-            rates.append([(group["lr"], float(group["lr"])) for group in self.param_groups])
-            return super().step(closure)
-
-    return Checked(parameters, lr=torch.tensor(lr), foreach=False)
-
-
-rates: list[list[tuple[object, float]]] = []
-
-
-def test_a_learning_rate_in_a_tensor_stays_there(tiny_model_path: Path, one_rank: None) -> None:
-    learner = {"lr": 0.1, "warmup_steps": 2, "optimizer": "tests.learner.test_optimizer:with_rate_in_a_tensor"}
-    updater = Updater(learner_config(tiny_model_path, learner=learner), CPU)
-    rates.clear()
-    for _ in range(3):
-        updater.update(make_batch())
-    assert all(isinstance(tensor, torch.Tensor) for step in rates for tensor, _ in step)
-    assert [step[0][1] for step in rates] == pytest.approx([0.05, 0.1, 0.1])
-
-
-def test_the_weight_change_is_that_of_all_steps_of_an_update(
-    tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = learner_config(tiny_model_path, learner={"lr": 1e-3}, algorithm={"epochs": 2})
-    changes = []
-    for sample in (1 << 30, 1000):  # all weights, and some
-        monkeypatch.setattr("learner.loop.optimizer.SAMPLE", sample)
-        updater = Updater(config, CPU)
-        before = weights_of(updater)
-        changes.append(values_of(updater.update(make_batch()))["policy/weight_change"])
-        moved = torch.cat([(after - before[name]).flatten() for name, after in weights_of(updater).items()])
-        whole = moved.square().mean().sqrt().item()
-        assert changes[-1] == pytest.approx(whole, rel=1e-4 if sample > 1000 else 0.2)
-    assert changes[0] != changes[1]
 
 
 def test_an_optimizer_from_outside_trains_matrices_by_a_rule_of_their_own(
@@ -148,57 +100,15 @@ def test_an_optimizer_from_outside_trains_matrices_by_a_rule_of_their_own(
     assert norm.abs().max().item() == pytest.approx(1e-3, rel=0.01)
 
 
-class Estimating(torch.optim.SGD):
-    """Keeps a number that it estimates in its groups of parameters, as Prodigy and schedule-free optimizers do."""
-
-    def __init__(self, params: Any, lr: float, growth: float = 2.0) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group |= {"d": 1e-6, "k": 0, "growth": growth}
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["d"], group["k"] = group["d"] * group["growth"], group["k"] + 1
-        super().step(closure)
-
-
-def test_numbers_that_an_optimizer_keeps_for_a_group_are_in_its_counts(tiny_model_path: Path, one_rank: None) -> None:
-    made = []
-    for growth in (2.0, 3.0):
-        own = {"optimizer": f"{__name__}:Estimating", "lr": 1e-3, "optimizer_params": {"growth": growth}}
-        made.append(Updater(learner_config(tiny_model_path, learner=own), CPU).optimizers["policy"])
-    for _ in range(3):
-        for parameter in made[0].module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        made[0].begin()
-        made[0].step(torch.tensor(0.0))
-    counts = json.loads(json.dumps(made[0].counts()))
-    assert counts == {"steps": 3, "skipped_in_a_row": 0, "0.d": pytest.approx(8e-6), "0.k": 3}
-    made[1].set_counts(counts)
-    for parameter in made[1].module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    made[1].begin()
-    made[1].step(torch.tensor(0.0))
-    assert made[1].counts() == counts | {"steps": 4, "0.d": pytest.approx(3 * 8e-6), "0.k": 4}, "its own growth"
-
-
 def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_model_path: Path, one_rank: None) -> None:
     """torch's Adafactor takes a norm in place, which DTensor has not."""
     with pytest.raises(ConfigError, match=r"^learner\.optimizer Adafactor"):
         Updater(learner_config(tiny_model_path, learner={"optimizer": "Adafactor"}), CPU)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("adamw", "AdamW"), ("AdamWW", "AdamW"), ("adamw_torch_fused", "AdamW"), ("Lion", "torchao.optim"),
-        ("Adan", "torchao.optim"), ("AdamW8bit", "torchao.optim:AdamW8bit"),
-        ("paged_adamw_8bit", "torchao.optim:AdamW8bit"), ("LBFGS", ""), ("Muon", "2D"), ("collections:Counter", ""),
-        ("two words", ""),
-    ],
-)
-def test_an_optimizer_that_is_none_is_refused_with_one_that_may_be_meant(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^learner\.optimizer .*{name}.*{hint}"):
+@pytest.mark.parametrize("name", ["adamw", "paged_adamw_8bit", "Muon", "collections:Counter", "two words"])
+def test_an_optimizer_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^learner\.optimizer "):
         check_optimizer(learner_config(learner={"optimizer": name}).learner)
 
 

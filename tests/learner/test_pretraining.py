@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -94,24 +93,6 @@ def test_the_term_is_the_mean_cross_entropy_of_plain_transformers(
         torch.testing.assert_close(gradient, lm.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
 
 
-def test_numbers_by_hand_of_a_model_that_knows_nothing(model: Path, tmp_path: Path, one_rank: None) -> None:
-    """Without embeddings all 99 tokens are equally likely: the loss of text is log 99 nats a token."""
-    lm = AutoModelForCausalLM.from_pretrained(model)
-    lm.get_input_embeddings().weight.data.zero_()
-    lm.save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(tmp_path / "model")
-    (tmp_path / "texts.jsonl").write_text((model.parent / "texts.jsonl").read_text())
-    vocabulary = len(TOKENIZER)
-    without, learning = (
-        values_of(Updater(config_of(tmp_path / "model", ptx_coef=coef), CPU).update(batch())) for coef in (0.0, 27.8)
-    )
-    assert "ptx/loss" not in without
-    assert learning["ptx/loss"] == pytest.approx(math.log(vocabulary), rel=1e-5)
-    assert learning["policy/loss"] - without["policy/loss"] == pytest.approx(27.8 * math.log(vocabulary), rel=1e-5)
-    others = without.keys() - {"policy/loss", "policy/grad_norm", "policy/weight_change"}
-    assert {key: learning[key] for key in others} == pytest.approx({key: without[key] for key in others})
-
-
 def test_an_update_adds_both_gradients_before_its_step(model: Path, one_rank: None) -> None:
     both = Updater(config_of(model, lr=1e-9), CPU)
     found = values_of(both.update(batch()))["policy/grad_norm"]
@@ -126,16 +107,6 @@ def test_an_update_adds_both_gradients_before_its_step(model: Path, one_rank: No
     assert found == pytest.approx(float(torch.nn.utils.get_total_norm(of_both)), rel=1e-3)
 
 
-def test_text_is_learned_where_answers_teach_nothing(model: Path, one_rank: None) -> None:
-    rows = [make_row([5, 6], [-2.0, -2.0], 0.5) for _ in range(4)]
-    updater = Updater(config_of(model, lr=3e-3), CPU)
-    losses = [
-        values_of(updater.update(batch_of(*(make_group(g, [4], rows, version) for g in range(3)), version=version)))
-        for version in range(8)
-    ]
-    assert losses[-1]["ptx/loss"] < losses[0]["ptx/loss"] - 0.5
-
-
 def test_every_row_of_text_is_learned_once_before_one_is_learned_again(model: Path, one_rank: None) -> None:
     config = config_of(model, num_minibatches=2, epochs=2, ptx_rows=2)
     term = term_of(Updater(config, CPU))
@@ -146,27 +117,6 @@ def test_every_row_of_text_is_learned_once_before_one_is_learned_again(model: Pa
     epochs = [places[start : start + 4] for start in range(0, 96, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len(set(map(tuple, epochs))) > 5
     assert term_of(Updater(config, CPU)).rows(6) == steps[6]  # a resumed run goes on there
-
-
-def test_steps_that_the_policy_does_not_take_pass_over_no_text(
-    model: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch of the critic's warm-up, and two of which a KL limit ends all steps but the first."""
-    config = learner_config(
-        model, algorithm={"advantage": "gae", "num_minibatches": 2, "ptx_coef": 0.5, "early_stop_kl": 1e-9},
-        task={"pretrain_path": model.parent / "texts.jsonl"}, critic={"warmup_steps": 1},
-    )
-    updater, steps = Updater(config, CPU), list[int]()
-    rows = term_of(updater).rows
-
-    def noted(step: int) -> list[int]:
-        steps.append(step)
-        return rows(step)
-
-    monkeypatch.setattr(term_of(updater), "rows", noted)
-    for version in range(3):
-        updater.update(batch(version))
-    assert steps == [0, 1]
 
 
 def test_texts_end_with_the_eos_token_and_long_ones_are_cut(model: Path, tmp_path: Path) -> None:

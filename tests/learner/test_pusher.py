@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.messages.reports import EvaluationDue, LearnerReport, ServersFilled, ServersLost, StepDone
 from async_rl.base.telemetry.metrics import reduce_metrics
 from learner.loop.learner import Learner
-from learner.loop.updater import Updater
-from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -28,21 +25,6 @@ def join(learner: Learner, name: str = "rollout/1", start: int = 1) -> None:
 def values_of(report: LearnerReport) -> dict[str, float]:
     assert isinstance(report, StepDone)
     return reduce_metrics(report.metrics)
-
-
-def test_the_time_to_fill_servers_is_in_the_next_steps_metrics(open_run: OpenRun, publisher: FakePublisher) -> None:
-    learner = open_run(3, weight_sync={"every_steps": 2, "verify_every": 0})
-    join(learner)
-    filled, *steps = learner.run()
-    assert filled == ServersFilled(servers=(("rollout/0", 1), ("rollout/1", 1)), version=0)
-    assert publisher.calls == [("fill", 0), ("push", 2), ("push", 3)]
-    assert [pushed_bytes(step) for step in steps] == [[], [7.0], [7.0]]
-    pauses = [[span.pool for span in step.spans if not span.pool.startswith("learner")] for step in steps]
-    assert pauses == [["rollout/0", "rollout/1"]] * 3
-    first, *others = map(values_of, steps)
-    assert (first["push/fill_s"], first["push/filled_servers"]) == (0.5, 2.0)
-    assert not any("push/fill_s" in values for values in others)
-    assert all("version/rollout/1" in values for values in others)
 
 
 def test_a_learner_whose_batches_are_always_ready_fills_a_joiner_after_its_next_push(
@@ -193,15 +175,6 @@ def test_a_first_push_without_servers_leaves_verification_to_the_next(
     assert len(publisher.verified) == 1
 
 
-def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
-    open_run: OpenRun, publisher: FakePublisher
-) -> None:
-    learner = open_run(3)
-    publisher.dies_before_verification = True
-    verified = [len(publisher.verified) for report in learner.run() if isinstance(report, StepDone)]
-    assert verified == [0, 1, 1]
-
-
 def test_the_first_push_and_every_so_many_are_verified(open_run: OpenRun, publisher: FakePublisher) -> None:
     """A fill is verified too, but for logprobs: its weights are erased before it, and compared after it."""
     list(open_run(6, weight_sync={"verify_every": 2}).run())
@@ -244,29 +217,3 @@ def test_ranks_that_wait_for_rank_0_use_no_device(open_run: OpenRun, publisher: 
     learner = open_run(2, run={"seconds": 1000.0}, weight_sync={})
     steps = [report for report in learner.run() if isinstance(report, StepDone)]
     assert [step.version for step in steps] == [1, 2] and publisher.verified
-
-
-def test_the_learner_scores_the_probe_before_the_push_and_keeps_nothing_gathered(
-    open_run: OpenRun, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the push servers that take turns with the learner have the memory that a forward pass needs."""
-    learner = open_run(2)
-    updaters, calls = list[Updater](), list[tuple[str, bool]]()
-
-    def note_calls(holder: Any, name: str) -> None:
-        function = getattr(holder, name)
-
-        def noted(*arguments: Any, **settings: Any) -> Any:
-            updaters.extend(each for each in arguments if isinstance(each, Updater))
-            is_sharded = all(isinstance(parameter, DTensor) for parameter in updaters[0].policy.parameters())
-            calls.append((name, is_sharded))
-            return function(*arguments, **settings)
-
-        monkeypatch.setattr(holder, name, noted)
-
-    note_calls(Updater, "probe_logprobs")
-    note_calls(publisher, "push")
-    note_calls(publisher, "verify")
-    list(learner.run())
-    assert [name for name, _ in calls] == ["probe_logprobs", "push", "verify", "push"]
-    assert all(is_sharded for name, is_sharded in calls if name != "probe_logprobs")

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
-from learner.stages.sft import Demonstration, answer_demonstration, backward, base_tokenizer, lr_factor, train_sft
-from tests.kit.configs import changed, make_config
-from tests.kit.models import save_tiny_model
+from learner.stages.sft import Demonstration, answer_demonstration, backward, base_tokenizer, train_sft
+from tests.kit.configs import make_config
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -55,18 +54,6 @@ def test_training_ends_at_the_target_loss(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        list(train_sft(config_of(steps=5), copy_examples(), tmp_path / name))
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
-
-
-def test_a_folder_can_be_the_base(tmp_path: Path) -> None:
-    save_tiny_model("tiny-llama", tmp_path / "base", seed=0)
-    list(train_sft(config_of(str(tmp_path / "base"), steps=2), copy_examples(), tmp_path / "out"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
-
-
 def test_the_loss_is_the_mean_over_learned_tokens_for_any_micro_batches() -> None:
     two_turns = Demonstration([5, 6, 8, 2, 9, 10, 7, 2], [False, False, True, True, False, False, True, True])
     pairs = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([5, 6, 7, 8, 9, 10], [2])]
@@ -86,31 +73,6 @@ def test_the_loss_is_the_mean_over_learned_tokens_for_any_micro_batches() -> Non
         assert backward(model, examples, max_tokens) == pytest.approx(expected.item(), rel=1e-5)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
-
-
-def test_the_learning_rate_rises_stays_and_falls() -> None:
-    # 1000 steps: 150 up, the last 200 down.
-    steps = (0, 74, 149, 150, 799, 800, 900, 999)
-    expected = [1 / 150, 0.5, 1, 1, 1, 1, 0.5, 1 / 200]
-    assert [lr_factor(done, 1000) for done in steps] == pytest.approx(expected)
-    expected = [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 0.5]
-    assert [lr_factor(done, 10) for done in range(10)] == pytest.approx(expected)
-    assert lr_factor(0, 1) == 1
-
-
-def test_no_examples_are_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got no"):
-        next(train_sft(config_of(), [], tmp_path))
-
-
-def test_large_batches_are_split_by_the_learners_token_budget(tmp_path: Path) -> None:
-    config = config_of(steps=2)
-    small = changed(config, learner={"max_tokens_per_microbatch": 768})
-    for name, variant in (("whole", config), ("split", small)):
-        list(train_sft(variant, [answer_demonstration(list(range(5, 95)), [7, 8, 2])] * 16, tmp_path / name))
-    whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))
-    for a, b in zip(whole.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
 
 
 def test_weights_that_are_not_finite_are_named_before_and_after_training(tmp_path: Path) -> None:

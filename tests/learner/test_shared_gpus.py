@@ -6,8 +6,6 @@ import threading
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from async_rl.base.config import (
     Limit,
@@ -84,20 +82,6 @@ def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
     list(reports)
     steps = ["release_server_memory", "push"]
     assert [call for call, _ in publisher.calls] == ["push", "started", *steps, *steps]
-
-
-def test_a_step_waits_on_every_rank_for_as_long_as_servers_may_take_to_start(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No rank is said to push meanwhile, which may take less long, nor does torch end the wait."""
-    limits, doing = list[Limit](), list[str]()
-    monkeypatch.setattr(learner.shared_gpus, "begin_step", limits.append)
-    monkeypatch.setattr(dist, "barrier", lambda *_: doing.append(learner.status().doing))
-    learner.rank = 1
-    timeouts, torch_limit = learner.config.timeouts, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-    list(learner.run())
-    assert doing[:2] == ["waits for a server to start on its GPU", "pushes weights"]
-    assert limits[0].seconds == timeouts.batch_s + 2 * timeouts.startup_s < torch_limit.total_seconds()
 
 
 def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(

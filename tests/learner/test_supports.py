@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from async_rl.base.config.check import SettingsError
 from async_rl.base.types import Batch, Row
 from learner.algorithms.advantages import batch_advantages
-from learner.algorithms.diagnostics import MetricAccumulator
 from learner.loop.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from tests.kit.configs import learner_config
 from tests.kit.engines.replies import SUPPORT_TOLERANCE, request_for
 from tests.kit.groups import batch_of, make_group
+from tests.kit.learner.updates import gradients
 from tests.kit.models import VOCAB, load_model
 
 RULES: list[dict[str, float]] = [{"top_p": 0.8}, {"top_k": 12}, {"min_p": 0.2}]
@@ -92,12 +91,8 @@ def test_at_equal_weights_every_ratio_is_1_over_the_supports_and_below_without(
 def gradient(model: Path, batch: Batch, **algorithm: Any) -> torch.Tensor:
     """The gradient of the policy's loss, of all weights together."""
     config = learner_config(model, algorithm={"old_logprobs": "rollout", **algorithm}, rollout={"top_k": 12})
-    updater = Updater(config, torch.device("cpu"))
-    packed = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
-    (minibatch,) = updater.objective.prepare(packed)
-    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
-    grads = [parameter.grad for parameter in updater.policy.parameters()]
-    return torch.cat([grad.full_tensor().flatten() for grad in grads if isinstance(grad, DTensor)])
+    found = gradients(Updater(config, torch.device("cpu")), batch)
+    return torch.cat([gradient.flatten() for gradient in found.values()])
 
 
 def test_score_centering_is_the_policy_gradient_only_at_equal_weights(

@@ -78,21 +78,6 @@ def test_the_average_is_that_of_all_optimizer_steps_and_training_is_as_without_i
         assert_equal(weights_of(updater), got)
 
 
-def test_of_several_optimizer_steps_with_a_batch_each_counts(tiny_model_path: Path, one_rank: None) -> None:
-    config = learner_config(tiny_model_path, learner={"ema_decay": DECAY}, algorithm={"num_minibatches": 3})
-    updater = Updater(config, CPU)
-    start = weights_of(updater)
-    steps: list[dict[str, Tensor]] = []
-    optimizer = updater.optimizers["policy"]
-    assert optimizer.average
-    update = optimizer.average.update
-    optimizer.average.update = lambda: (update(), steps.append(weights_of(updater)))[0]  # type: ignore[method-assign]
-    updater.update(make_batch())
-    assert len(steps) == 3
-    with updater.averaged():
-        assert_close(weights_of(updater), average_of([start, *steps]))
-
-
 def test_the_last_push_the_saved_models_and_an_export_have_the_average(
     open_run: OpenRun, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher
 ) -> None:

@@ -38,7 +38,13 @@ PROCESSES: dict[str, dict[str, Any]] = {
 """The settings of weight_sync by which servers of the hf engine get weights, in processes of their own."""
 
 
-WAYS = [*OBJECTS, *(pytest.param(way, marks=pytest.mark.processes) for way in PROCESSES)]
+NIGHTLY = ("gloo staged", "disk delta")
+"""Ways that combine what others try alone."""
+WAYS = [
+    *OBJECTS,
+    *(pytest.param(way, marks=pytest.mark.processes) for way in PROCESSES if way not in NIGHTLY),
+    *(pytest.param(way, marks=[pytest.mark.processes, pytest.mark.nightly]) for way in NIGHTLY),
+]
 
 
 Receiver = ObjectReceiver | ForkedReceiver

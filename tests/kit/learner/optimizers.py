@@ -1,4 +1,4 @@
-"""Optimizers whose state is unlike that of torch's own: numbers that are no tensors, blocks of a few bits, none."""
+"""An optimizer whose state is unlike that of torch's own: numbers that are no tensors."""
 
 from __future__ import annotations
 
@@ -8,39 +8,19 @@ import torch
 
 
 class Counting(torch.optim.Optimizer):
-    """Its n-th step of a parameter is the gradient times lr / n."""
+    """Its n-th step of a parameter is the gradient times lr / n, and smaller by what its groups estimate."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            group["estimate"] = 1.0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
+            group["estimate"] *= 1.5
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     state["step"] = state.get("step", 0) + 1
-                    parameter -= group["lr"] / state["step"] * parameter.grad
-
-
-class Blockwise(torch.optim.Optimizer):
-    """Keeps a byte for each number and a scale for each 64, as optimizers of 8 bits do, in nested containers."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                codes, scales = torch.zeros(parameter.shape, dtype=torch.uint8), torch.zeros(parameter.numel() // 64)
-                self.state[parameter] = {"step": torch.zeros(()), "codes": [codes], "scales": {"of 64": scales}}
-
-
-class OnGpusAlone(torch.optim.Optimizer):
-    """Takes no step on a CPU."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: None = None) -> None:
-        raise NotImplementedError("a kernel for GPUs")
+                    parameter -= group["lr"] / state["step"] / group["estimate"] * parameter.grad

@@ -1,15 +1,11 @@
-"""Batches of random rows, and the gradient that an updater has of them."""
+"""Batches of random rows."""
 
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.types import Batch
-from learner.algorithms.advantages import batch_advantages
-from learner.algorithms.diagnostics import MetricAccumulator
-from learner.loop.updater import Updater
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.replies import request_for
 from tests.kit.learner.served_batches import served_batch
@@ -30,10 +26,3 @@ def random_batch(config: Config) -> Batch:
             for length in lengths.tolist()
         ])
     return served_batch(requests, rows)
-
-
-def gradients(updater: Updater, batch: Batch) -> dict[str, Tensor]:
-    packed = updater.pack(batch, batch_advantages(updater.config, batch))
-    (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
-    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
-    return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]

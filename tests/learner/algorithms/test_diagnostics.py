@@ -25,7 +25,7 @@ from learner.algorithms.diagnostics import (
     token_metrics,
 )
 from tests.kit.groups import batch_of, make_group, make_row
-from tests.kit.learner.batches import make_batch, make_response
+from tests.kit.learner.batches import make_response
 
 
 def offpolicy(
@@ -110,31 +110,6 @@ def test_statistics_by_staleness_count_their_tokens_and_the_last_all_older_ones(
     assert got["offpolicy/masked_fraction"] == 0.25
 
 
-def test_statistics_by_length_are_of_the_tokens_of_episodes_of_that_length(one_rank: None) -> None:
-    """The first two of three rows are one episode of 7 tokens, and the last one is an episode of 8."""
-    log_rho = torch.tensor([0.1, 0.2, 0.3, -0.4, 0.9, 0.0, 0.0])
-    trained = torch.tensor([True, True, True, True, True, False, True])
-    staleness = torch.tensor([4, 4, 5, 1, 1, 1, 0])
-    response = replace(
-        make_response((3, 2, 2), trained=trained, staleness=staleness), counted=torch.tensor([7.0, 7.0, 8.0])
-    )
-    sums = MetricAccumulator()
-    own = log_rho * trained
-    add_offpolicy(sums, response, own, own.exp().clamp(max=2.0), own.exp() > 2.0, own > 9)
-    got = {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **sums.reduce()})}
-    long, short = np.array([0.0]), np.array([0.1, 0.2, 0.3, -0.4, 0.9])
-    for length, values, age, truncated in ((4, short, 15 / 5, 1 / 5), (8, long, 0.0, 0.0)):
-        rho = np.exp(values)
-        expected = {
-            "tokens": len(values), "staleness": age, "truncated_fraction": truncated,
-            "kl_behaviour_proximal_k3": (rho - 1 - values).mean(),
-            "ess": rho.sum() ** 2 / (len(values) * (rho**2).sum()),
-        }
-        found = {key.removeprefix(f"by_length/{length}/"): x for key, x in got.items() if f"by_length/{length}/" in key}
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert {key.split("/")[1] for key in got if key.startswith("by_length/")} == {"4", "8"}
-
-
 @pytest.mark.parametrize(
     ("length", "bucket"),
     [(1, 1), (2, 2), (3, 2), (4, 4), (1023, 512), (1024, 1024), (2**20, 2**20), (3 * 2**20, 2**20)],
@@ -192,49 +167,18 @@ def test_explained_variance_ignores_a_constant_and_is_zero_for_constant_values(
         assert explained_variance(sums.reduce()) == pytest.approx(expected, abs=1e-9)
 
 
-def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_rollout() -> None:
+def test_rewards_have_their_names_and_the_buffers_numbers_are_kept() -> None:
+    """The other numbers of a batch: tests/learner/test_episodes.py."""
     old, young = make_row([5, 6, 7], [-1.0] * 3, 1.0), make_row([5], [-1.0], 0.0, version=4)
     old.versions[:] = [2, 3, 3]
-    group = make_group(0, [3, 4], [old, young], version=2)
+    named = replace(old, rewards={"right": 1.0, "right/tests": 3.0}), replace(young, rewards={"right": 0.5})
     counted = {"counters": {"buffer/trained": 9.0}, "gauges": {"buffer/depth": 7.0}}
-    batch = batch_of(group, version=5, finished_versions=(4,), **counted)
+    batch = batch_of(make_group(0, [3, 4], named, version=2), version=5, finished_versions=(4,), **counted)
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
-    named = replace(old, rewards={"right": 1.0, "right/tests": 3.0}), replace(
-        young, rewards={"right": 0.5}
-    )  # fmt: skip
-    with_names = batch_of(replace(group, rows=named), version=5, finished_versions=(4,))
-    by_name = {metric.key: metric.value for metric in batch_metrics(with_names) if "right" in metric.key}
-    assert by_name == {
+    assert (got["buffer/depth"], got["buffer/trained"]) == (7.0, 9.0)
+    assert {key: value for key, value in got.items() if "right" in key} == {
         "reward/right": 0.75, "reward/right/tests": 3.0, "by_staleness/1/reward/right": 0.5,
         "by_staleness/3/reward/right": 1.0, "by_staleness/3/reward/right/tests": 3.0,
-    }
-    assert got == {
-        "reward/mean": 0.5,
-        "reward/std": 0.5,
-        "staleness/mean": 2.0,
-        "staleness/max": 3.0,
-        "staleness/in_flight": 1.0,
-        "staleness/in_queue": 1.0,
-        "staleness/episodes_1": 1.0,
-        "staleness/episodes_3": 1.0,
-        "response/length_mean": 2.0,
-        "response/length_max": 3.0,
-        "response/truncated_fraction": 0.0,
-        "response/distinct_fraction": 1.0,
-        "batch/episodes": 2.0,
-        "batch/response_tokens": 4.0,
-        "buffer/depth": 7.0,
-        "buffer/trained": 9.0,
-        "by_staleness/1/episodes": 1.0,
-        "by_staleness/1/reward": 0.0,
-        "by_staleness/1/response_length": 1.0,
-        "by_staleness/3/episodes": 1.0,
-        "by_staleness/3/reward": 1.0,
-        "by_staleness/3/response_length": 3.0,
-        "by_length/1/episodes": 1.0,
-        "by_length/1/reward": 0.0,
-        "by_length/2/episodes": 1.0,
-        "by_length/2/reward": 1.0,
     }
 
 
@@ -250,13 +194,3 @@ def test_rule_and_model_are_compared_over_the_answers_of_a_batch() -> None:
     same = batch_of(make_group(0, [3], [make_row([5], [-1.0], 1.0)] * 4), version=0)
     assert [m.key for m in rule_metrics(same, by_model, is_gold=True)] == ["reward/rule_mean"]
     assert [m.key for m in rule_metrics(by_rule, by_model, is_gold=False)] == ["reward/rule_mean"]
-
-
-def test_a_batch_without_any_trained_token_has_no_staleness() -> None:
-    batch = make_batch()
-    for group in batch.groups:
-        for row in group.rows:
-            row.mask[:] = False
-    got = {metric.key: metric.value for metric in batch_metrics(batch)}
-    assert got["batch/episodes"] == 12 and "reward/mean" in got
-    assert not any(key.startswith(("staleness/", "by_staleness/")) for key in got)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.config.loading import load_config
-from async_rl.base.errors import AsyncRLError, ConfigError
-from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
+from async_rl.base.errors import AsyncRLError
+from async_rl.base.seams import Loss
 from learner.algorithms.losses import LossInputs, LossOutput
-from learner.algorithms.objective import Objective
 from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.updates import reference_logprobs, values_of
+from tests.kit.learner.updates import batch_logprobs, values_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 OUTSIDE = [
@@ -34,17 +32,14 @@ def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
     batch = make_batch()
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     total, tokens, bounded = 0.0, 0, 0
-    for group in batch.groups:
-        rewards = [row.reward for row in group.rows]
-        for row in group.rows:
-            wins = sum((row.reward > x) - (row.reward < x) for x in rewards) / len(rewards)
-            with torch.no_grad():
-                logprobs = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature)
-            weights = (0.5 * (logprobs - torch.tensor(row.logprobs))).exp().clamp(0.0, 1.5)
-            advantage = min(max(wins, -bound), bound)
-            total -= float((weights * advantage * logprobs)[torch.tensor(row.mask)].sum())
-            tokens += int(row.mask.sum())
-            bounded += int(row.mask.sum()) * (abs(wins) > bound)
+    for (g, i), logprobs in batch_logprobs(lm, batch).items():
+        rewards, row = [row.reward for row in batch.groups[g].rows], batch.groups[g].rows[i]
+        wins = sum((row.reward > x) - (row.reward < x) for x in rewards) / len(rewards)
+        weights = (0.5 * (logprobs - torch.tensor(row.logprobs))).exp().clamp(0.0, 1.5)
+        advantage = min(max(wins, -bound), bound)
+        total -= float((weights * advantage * logprobs)[torch.tensor(row.mask)].sum())
+        tokens += int(row.mask.sum())
+        bounded += int(row.mask.sum()) * (abs(wins) > bound)
     algorithm = load_config(QUICKSTART, [*OUTSIDE, f"algorithm.params.bound={bound}"]).algorithm
     updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     metrics = values_of(updater.update(batch))
@@ -76,23 +71,3 @@ def test_a_loss_that_returns_no_value_for_each_token_is_refused_in_its_first_ste
     updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     with pytest.raises(AsyncRLError, match=said):
         updater.update(make_batch())
-
-
-def test_every_entry_names_a_function_that_exists() -> None:
-    for table in (ADVANTAGES, CORRECTIONS, LOSSES):
-        assert all(callable(entry.load()) for entry in table.values())
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("advantage", "grop"), ("loss", "ppo"), ("aggregation", "mean"),
-        ("loss", "tests.extensions.advantage:WIN_RATE"),
-    ],
-)
-def test_an_unknown_name_is_an_error_and_never_a_default(key: str, value: str, tmp_path: Path) -> None:
-    config = learner_config(tmp_path / "none")
-    object.__setattr__(config, "algorithm", dataclasses.replace(config.algorithm))
-    object.__setattr__(config.algorithm, key, value)  # past the checks of the configuration
-    with pytest.raises(ConfigError, match=rf"^algorithm\.{key} .*{value}"):
-        Objective(config)

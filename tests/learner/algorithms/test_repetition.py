@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_rl.base.types import Batch, Group
+from async_rl.base.types import Batch
 from learner.algorithms.diagnostics import distinct_fraction, repeated_fraction
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_episodes
@@ -45,18 +45,6 @@ def test_repeated_answers_are_those_that_other_prompts_get_too(
     groups: list[tuple[int, list[list[int]]]], expected: float | None
 ) -> None:
     assert repeated_fraction(answered(*groups)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("is_old", "expected"), [(False, 0.0), (True, 0.5)])
-def test_answers_count_by_what_was_sampled_also_if_it_is_too_old(is_old: bool, expected: float) -> None:
-    batch = answered((1, [[5], [6]]), (2, [[7], [5]]))
-
-    def without_first(group: Group) -> Group:
-        first = replace(group.rows[0], mask=np.array([False]), too_old=np.array([is_old]))
-        return replace(group, rows=(first, *group.rows[1:]))
-
-    # without its tokens what is left is 6 for the first prompt, and 5 for the second
-    assert repeated_fraction(replace(batch, groups=tuple(map(without_first, batch.groups)))) == expected
 
 
 def test_an_episode_is_the_tokens_of_all_its_rows() -> None:

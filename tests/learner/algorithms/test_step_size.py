@@ -16,7 +16,7 @@ from learner.algorithms.corrections import step_scale, weight_sums
 from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch, make_response
-from tests.kit.learner.updates import reference_logprobs, values_of
+from tests.kit.learner.updates import batch_logprobs, values_of
 
 pytestmark = pytest.mark.processes  # together they compute for long
 
@@ -53,11 +53,9 @@ def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
     batch = make_batch()
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     log_rho = []
-    for group in batch.groups:
-        for row in group.rows:
-            with torch.no_grad():
-                ours = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature).numpy()
-            log_rho.append((ours.astype(np.float64) - row.logprobs)[row.mask])
+    for (g, i), ours in batch_logprobs(lm, batch).items():
+        row = batch.groups[g].rows[i]
+        log_rho.append((ours.double().numpy() - row.logprobs)[row.mask])
     weights = np.exp(np.concatenate(log_rho) if level == "token" else [row.sum() for row in log_rho if len(row)])
     scale = weights.sum() / math.sqrt(len(weights) * (weights**2).sum())
     found = {}

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from async_rl.base.config import Config
 from benchmarks.random_model import SIZES
 from benchmarks.step_memory import CASES, GPU_CASES, case_config, compare, said, save_models
-from learner.memory.rank_memory import RankMemoryEstimate
 from tests.kit.documents import ROOT
 from tests.kit.model_headers import save_headers
 
-RESULTS = ROOT / "benchmarks" / "results"
-ON_AN_H100 = json.loads((RESULTS / "gpu" / "first_contact.json").read_text())["memory"]
-SAID_ON_CPU = json.loads((RESULTS / "step_memory.json").read_text())["cases"]
+ON_AN_H100 = json.loads((ROOT / "benchmarks/results/gpu/first_contact.json").read_text())["memory"]
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +31,7 @@ def test_an_h100_took_what_is_said_within_3_percent(measured: dict[str, Any], tm
     case = measured["case"].replace("all weights", "1b").replace("offload: moments", "moments offloaded")
     assert case in GPU_CASES
     found = round(said(case_config(case, tmp_path), "cuda").peak / 2**20)
-    assert found == measured["said_mib"] == pytest.approx(measured["measured_mib"], rel=0.03)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("case", ["deep", "wide head, two ranks that split rows"])
-def test_a_cpu_took_what_is_said_within_9_percent(case: str, root: Path) -> None:
-    config: Config = case_config(case, root)
-    (found,) = (each for each in SAID_ON_CPU if each["case"] == case)
-    estimate = RankMemoryEstimate(config, "cpu").rank_memory(checkpoints=False)
-    assert estimate.peak == found["said"] == pytest.approx(found["measured"], rel=0.09)
+    assert found == pytest.approx(measured["measured_mib"], rel=0.03)
 
 
 @pytest.mark.nightly

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.checkpoints import write_training_state
-from async_rl.base.weights import checkpoint_names
 from learner.models.export import export
 from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model
@@ -72,28 +70,3 @@ def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp
     (tmp_path / ".resuming").unlink()
     with pytest.raises(ConfigError, match=r"config\.yaml"):  # also one that a resume has set aside
         export(tmp_path / "checkpoints" / "step_9.lineage_0", tmp_path / "out")
-
-
-def test_an_export_into_the_working_directory_is_a_folder_like_any(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
-    train_and_export(tmp_path / "model", tmp_path, rank=0)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    export(tmp_path / "runs" / "run", Path("."))
-    found, expected = (sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("here", "out"))
-    assert found == expected and "config.json" in found
-
-
-def test_a_disk_that_is_full_in_an_export_is_named(
-    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
-    train_and_export(tmp_path / "model", tmp_path, rank=0)
-    monkeypatch.setattr(checkpoint_names, "save_file", fail)
-    with pytest.raises(ConfigError, match=r"other .*No space left"):
-        export(tmp_path / "runs" / "run", tmp_path / "other")

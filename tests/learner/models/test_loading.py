@@ -129,20 +129,6 @@ def test_a_buffer_that_a_module_around_its_own_computes_has_its_value(tmp_path: 
     assert vector.tolist() == [m for m, count in zip(multipliers, (32, 32, 8, 8, 4), strict=True) for _ in range(count)]
 
 
-class WithUnknownBuffer(Qwen2ForCausalLM):
-    """A model with a buffer that no file holds, and that is not computed where transformers initialises weights."""
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__(config)
-        self.register_buffer("unknown", torch.ones(3), persistent=False)
-
-
-def test_a_buffer_that_nothing_computes_is_refused_by_its_name(tmp_path: Path) -> None:
-    lm = open_model(WithUnknownBuffer, str(save_bare_model(tmp_path)), torch.float32)
-    with pytest.raises(ConfigError, match=r"got NaN in 1: unknown"):
-        read_weights(lm, lm, "cpu")
-
-
 @pytest.mark.parametrize("kind", ["tied", "experts", "several files"])
 def test_each_of_three_ranks_reads_its_rows_and_no_others(tmp_path: Path, no_group: None, kind: str) -> None:
     path = str(save(kind, tmp_path))
@@ -202,11 +188,6 @@ def save_with_rows(rows: int, folder: Path) -> str:
     return str(folder)
 
 
-def test_rows_of_embeddings_that_torch_cannot_tell_apart_are_refused(tmp_path: Path, no_group: None) -> None:
-    with pytest.raises(ConfigError, match=r"^learner\.sequence_parallel .* 9 rows .* 8 learner ranks"):
-        sharded_as(save_with_rows(9, tmp_path), 8, 6, 2)
-
-
 @pytest.mark.parametrize("rows", [9, 12, 13])
 def test_what_a_rank_would_refuse_is_known_without_ranks(rows: int, tmp_path: Path, no_group: None) -> None:
     path, refused = save_with_rows(rows, tmp_path), 0
@@ -221,13 +202,6 @@ def test_what_a_rank_would_refuse_is_known_without_ranks(rows: int, tmp_path: Pa
             check_vocabulary(rows, ranks=8, slices=2)
     else:
         check_vocabulary(rows, ranks=8, slices=2)
-
-
-def test_gpt2s_vocabulary_does_not_fit_eight_ranks_and_fits_copies_on_each_node() -> None:
-    with pytest.raises(ConfigError, match=r"^learner\.sequence_parallel .*50257"):
-        check_vocabulary(50_257, ranks=8, slices=2)
-    check_vocabulary(50_257, ranks=8, slices=2, copies=4)
-    check_vocabulary(151_936, ranks=64, slices=8)
 
 
 def test_adapters_begin_alike_however_they_are_sharded(tmp_path: Path, no_group: None) -> None:
@@ -246,17 +220,6 @@ def test_adapters_begin_alike_however_they_are_sharded(tmp_path: Path, no_group:
     for (name, whole), part in zip(alone.named_parameters(), sharded.parameters(), strict=True):
         assert torch.equal(part.to_local(), whole.chunk(2)[1]), name  # type: ignore[attr-defined]
         assert part.requires_grad == whole.requires_grad
-
-
-def test_a_model_with_weights_is_sharded_as_it_is(tmp_path: Path, no_group: None) -> None:
-    lm = AutoModelForCausalLM.from_pretrained(save_bare_model(tmp_path), dtype=torch.float32)
-    norm = lm.model.norm.weight.detach().clone().fill_(3.0)
-    with torch.no_grad():
-        lm.model.norm.weight.copy_(norm)
-    policy = Policy(lm, torch.float32)
-    with fake_ranks(2, 0):
-        shard(policy, Ranks(init_device_mesh("cpu", (2,))), LearnerConfig())
-    assert torch.equal(lm.model.norm.weight.to_local(), norm[:8])
 
 
 def test_a_rank_needs_no_more_than_its_shards_and_a_block_while_it_reads(tmp_path: Path, no_group: None) -> None:

@@ -18,7 +18,7 @@ from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.parcels import Rebuilder
 from learner.loop.updater import Updater
 from learner.models.lora import AdapterParcels, without_adapters
-from learner.models.policy import adapter_parcels, full_parameters, save_policy
+from learner.models.policy import adapter_parcels, full_parameters
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 
@@ -101,35 +101,6 @@ def test_servers_make_the_bits_of_a_merged_push_of_adapters_alone(
         updater.update(make_batch(version, version))
 
 
-def test_only_what_has_an_adapter_is_gathered_wider_than_it_is_pushed(
-    tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updater = trained_updater(tiny_model_path)
-    exact = dict(full_parameters(updater.policy, torch.float32))
-    gathered: list[torch.dtype] = []
-    redistribute = DTensor.redistribute
-
-    def watched(tensor: DTensor, *arguments: Any, **options: Any) -> DTensor:
-        gathered.append(tensor.dtype)
-        return redistribute(tensor, *arguments, **options)
-
-    monkeypatch.setattr(DTensor, "redistribute", watched)
-    pushed = dict(full_parameters(updater.policy, torch.bfloat16))
-    adapted = sum(name.endswith("proj.weight") for name in pushed)
-    assert gathered.count(torch.float32) == 3 * adapted  # W, A and B
-    assert gathered.count(torch.bfloat16) == len(pushed) - adapted
-    assert all(torch.equal(pushed[name], tensor.to(torch.bfloat16)) for name, tensor in exact.items())
-
-
-def test_the_saved_model_is_merged_and_scores_like_the_trained(
-    tiny_model_path: Path, tmp_path: Path, one_rank: None
-) -> None:
-    updater = trained_updater(tiny_model_path)
-    save_policy(updater.policy, tiny_model_path, tmp_path / "model", is_writer=True)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert updater.probe_logprobs(TOKENS) == pytest.approx(logprobs_of(saved), rel=1e-5)
-
-
 def test_without_adapters_the_model_is_the_one_of_the_folder(tiny_model_path: Path, one_rank: None) -> None:
     updater = trained_updater(tiny_model_path)
     base = logprobs_of(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32))
@@ -147,13 +118,3 @@ def test_the_chosen_layers_get_adapters_and_a_layer_that_is_none_is_refused(
     assert names == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"^model\.lora\.target_modules .* got lm_head"):
         open_updater(tiny_model_path, target_modules=("lm_head",))
-
-
-def test_dropout_acts_in_the_gradient_pass_only(tiny_model_path: Path, one_rank: None) -> None:
-    steady, noisy = (trained_updater(tiny_model_path, dropout=dropout) for dropout in (0.0, 0.5))
-    assert noisy.probe_logprobs(TOKENS) == noisy.probe_logprobs(TOKENS)
-    norms = []
-    for updater in (steady, noisy):
-        metrics = {metric.key: metric.value for metric in updater.update(make_batch(3, 3))}
-        norms.append(metrics["policy/grad_norm"])
-    assert norms[0] != pytest.approx(norms[1], rel=1e-3)

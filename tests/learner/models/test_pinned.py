@@ -54,8 +54,3 @@ def test_tensors_share_no_page_and_are_unregistered_with_their_last_view(registr
     del view
     gc.collect()
     assert not registry.registered
-
-
-def test_a_rank_without_a_part_of_a_parameter_registers_nothing(registry: Registry) -> None:
-    assert pinned_zeros((0, 4), torch.float32).shape == (0, 4)
-    assert not registry.registered

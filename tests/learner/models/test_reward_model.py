@@ -78,20 +78,6 @@ def test_rewards_are_those_of_transformers_and_only_they_change(
         assert [r.tokens is s.tokens for r, s in zip(group.rows, before.rows, strict=True)] == [True] * 4
 
 
-def test_an_encoder_is_read_as_transformers_reads_it(tiny_model_path: Path, tmp_path: Path, one_rank: None) -> None:
-    torch.manual_seed(4)
-    lm = BertForSequenceClassification(BertConfig(vocab_size=VOCAB, **SHAPE)).eval()
-    lm.save_pretrained(tmp_path / "rm")
-    batch = make_batch()
-    expected = [
-        lm(torch.tensor([[*group.prompt_tokens.tolist(), *row.tokens.tolist()]])).logits.item()
-        for group in batch.groups
-        for row in group.rows
-    ]
-    scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
-    assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
 SHOWS_ROLES = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}"
 REFUSES_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -132,7 +118,7 @@ def save_other_reward_model(folder: Path, template: str | None) -> PreTrainedTok
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_2", "glm4moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama3_2"])
 def test_a_reward_model_with_another_vocabulary_reads_messages_in_its_own_template(
     tmp_path: Path, one_rank: None, family: str
 ) -> None:
@@ -168,14 +154,6 @@ def test_a_system_message_comes_before_the_question_where_the_template_takes_non
     assert own.decode(rows.row(said("system: Be brief.", "2 + 3?"), [1], answer).tokens) == expected
     alone = own.decode(rows.row(said("system: Be brief."), [1], answer).tokens)
     assert alone == expected.replace("\n\n2 + 3?", "").replace("\n2 + 3?", "")
-
-
-def test_a_reward_model_reads_the_same_date_on_every_day(tmp_path: Path) -> None:
-    policy, own = tokenizer_of("qwen2_5"), tokenizer_of("llama3_2")
-    policy.save_pretrained(tmp_path / "policy")
-    own.save_pretrained(tmp_path / "rm")
-    rows = RewardRows(str(tmp_path / "policy"), str(tmp_path / "rm"))
-    assert "Today Date: 26 Jul 2024\n" in own.decode(rows.row(said("2 + 3?"), [1], policy.encode("5")).tokens)
 
 
 @pytest.mark.parametrize("kinds", [2, 1])
@@ -292,13 +270,6 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     assert -1 <= found.pop("reward/rule_correlation", 0.0) <= 1  # absent where the rule gives all the same
     assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    both = learner_config(tiny_model_path, reward_model=RewardModelConfig(path=path, task_weight=0.5))
-    found = {metric.key: metric.value for metric in Updater(both, CPU).update(batch)}
-    assert found["reward/reward_model"] == pytest.approx(expected["reward/mean"], rel=1e-5)
-    mean = found["reward/reward_model"] + 0.5 * found["reward/rule_mean"]
-    assert found["reward/mean"] == pytest.approx(mean, rel=1e-5)
-    assert any(key.startswith("by_staleness/") and key.endswith("/reward/reward_model") for key in found)
-    assert "reward/rule_correlation" not in found
 
 
 def test_a_reward_that_is_no_number_ends_the_run_and_names_the_reward_model(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import string
 from pathlib import Path
 
 import pytest
@@ -9,22 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 from tests.kit.models import save_tiny_model
-
-
-def test_text_of_printable_characters_survives_encoding() -> None:
-    tokenizer = character_tokenizer()
-    text = string.digits + string.ascii_letters + string.punctuation + "  two spaces,\n\n two newlines \n"
-    tokens = tokenizer(text)["input_ids"]
-    assert len(tokens) == len(text)
-    assert tokenizer.decode(tokens) == text
-
-
-def test_other_characters_are_left_out_and_special_tokens_vanish_when_asked() -> None:
-    tokenizer = character_tokenizer()
-    assert tokenizer("aéb")["input_ids"] == tokenizer("ab")["input_ids"]
-    tokens = [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
-    assert tokenizer.decode(tokens) == "ab<eos>"
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == "ab"
 
 
 def test_the_chat_template_ends_a_prompt_with_the_separator() -> None:

@@ -40,15 +40,6 @@ def test_scores_and_gradients_are_those_of_torch_distributions_whole_or_in_chunk
     torch.testing.assert_close(given[1].grad, expected[1].grad)
 
 
-@pytest.mark.parametrize("output", [0, 1])
-@pytest.mark.parametrize("rows_at_once", [100, 2])
-def test_each_gradient_agrees_with_finite_differences(
-    output: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
-    assert torch.autograd.gradcheck(lambda *arguments: score_tokens(*arguments)[output], inputs())
-
-
 def test_a_frozen_head_gets_no_gradient_and_scores_of_bfloat16_are_float32() -> None:
     states, head, targets, temperature = inputs(torch.bfloat16)
     frozen = head.detach()
@@ -160,19 +151,6 @@ def test_scores_are_over_each_tokens_support(
 
 
 @pytest.mark.parametrize("rows_at_once", [100, 2])
-def test_gradients_over_supports_agree_with_finite_differences(
-    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
-    targets, supports = supported()
-    states, head, _, temperature = inputs()
-    for output in (0, 1):
-        assert torch.autograd.gradcheck(
-            lambda *of, output=output: score_supports(*of, targets, temperature, None, supports)[output], (states, head)
-        )
-
-
-@pytest.mark.parametrize("rows_at_once", [100, 2])
 def test_logprobs_of_all_ids_are_those_of_a_mask_with_gradients_that_fit(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,15 +189,3 @@ def test_a_support_without_the_most_probable_tokens_has_finite_logprobs() -> Non
     torch.testing.assert_close(logprobs, inside[:1], atol=1e-4, rtol=0)
     p = inside.exp()
     torch.testing.assert_close(head.grad, torch.tensor([[0.0], [1 - p[0]], [-p[1]]]), atol=1e-4, rtol=0)
-
-
-def test_supports_can_be_cut_and_taken_in_any_order() -> None:
-    _, supports = supported()
-
-    def sets(of: TokenSupports) -> list[list[int]]:
-        return [of.ids[a:b].tolist() for a, b in zip(of.offsets[:-1], of.offsets[1:], strict=True)]
-
-    assert sets(supports) == SETS and sets(supports.cut(2, 5)) == SETS[2:5]
-    order = [6, 1, 2, 0]
-    assert sets(supports.take(torch.tensor(order))) == [SETS[i] for i in order]
-    assert supports.cut(3, 5).owners.tolist() == [0, 1, 1]

@@ -73,10 +73,3 @@ def test_all_pairs_of_a_long_row_never_exist_at_once() -> None:
     with Largest() as largest:
         block_mask(packed_row(size, np.random.default_rng(0))[:, None])
     assert largest.elements == SLAB * size
-
-
-def test_the_block_mask_has_the_rule_of_the_plain_mask() -> None:
-    segments = packed_row(700, np.random.default_rng(0))[:, None]
-    index = torch.arange(700)
-    looked = block_mask(segments).mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
-    assert torch.equal(looked, attention_mask(segments, torch.float32)[0, 0] == 0)

@@ -13,19 +13,6 @@ from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
-def test_minibatches_hold_every_rollout_once_and_differ_by_at_most_one(
-    sizes: list[int], count: int, seed: int
-) -> None:
-    groups = [make_group(g, [3], [make_row([5], [-1.0], 1.0)] * size) for g, size in enumerate(sizes)]
-    parts = split_minibatches(groups, count, np.random.default_rng(seed))
-    assert len(parts) == min(count, sum(sizes))
-    assert sorted(pair for part in parts for pair in part) == [
-        (g, i) for g, n in enumerate(sizes) for i in range(n)
-    ]
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 @given(
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=6),
     st.integers(1, 6), st.integers(0, 99),

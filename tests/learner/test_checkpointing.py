@@ -174,9 +174,9 @@ def run_ranks(
 @pytest.mark.parametrize(
     ("before", "after", "slices"),
     [  # in CI 1 -> 2: e2e/test_resume.py
-        pytest.param(1, 2, (1, 1), marks=pytest.mark.nightly), (2, 1, (1, 1)), (2, 2, (2, 1)),
-        pytest.param(2, 2, (1, 2), marks=pytest.mark.nightly), pytest.param(2, 4, (2, 2), marks=pytest.mark.nightly),
-        pytest.param(4, 3, (2, 3), marks=pytest.mark.nightly),
+        (2, 2, (2, 1)), pytest.param(1, 2, (1, 1), marks=pytest.mark.nightly),
+        pytest.param(2, 1, (1, 1), marks=pytest.mark.nightly), pytest.param(2, 2, (1, 2), marks=pytest.mark.nightly),
+        pytest.param(2, 4, (2, 2), marks=pytest.mark.nightly), pytest.param(4, 3, (2, 3), marks=pytest.mark.nightly),
     ],
 )
 def test_other_ranks_that_split_rows_or_not_resume_to_the_same_weights(

@@ -230,7 +230,9 @@ def test_a_joiner_that_leaves_while_it_is_filled_gets_no_push_and_is_not_reporte
     check_served([successor], pool.updater, 2)
 
 
-@pytest.mark.parametrize("way", ["gloo", "staged", "delta"])
+@pytest.mark.parametrize(
+    "way", ["gloo", pytest.param("staged", marks=pytest.mark.nightly), pytest.param("delta", marks=pytest.mark.nightly)]
+)
 def test_a_joiner_that_refuses_or_hangs_is_lost_and_costs_the_others_nothing(
     way: str, processes: list[ServingProcess], other_model: ServingProcess, says_it_has_joined: str,
     tiny_model_path: Path, tmp_path: Path, one_rank: None,

@@ -342,7 +342,8 @@ class ServerPool:
         started, it does nothing.
 
         Raises:
-            LostError: the step did not end in time, or learner rank 0 has died.
+            LostError: the step did not end in time, and other servers serve.
+            AsyncRLError: it did not end in time, and no other does, or learner rank 0 has died.
         """
         if not (self._config.shares_gpus and self._is_learner_up.is_set()):
             yield
@@ -350,7 +351,10 @@ class ServerPool:
         learner: Any = self._processes.actors["learner/0"]
         beginning, what = learner.begin_start.remote(name), f"the end of the learner's step, before {name} starts"
         try:
-            await self._call("learner/0", beginning, self._push_limit, what)
+            try:
+                await self._processes.call("learner/0", beginning, self._push_limit, what)
+            except WaitTimeoutError as error:
+                raise self._in_vain(self.servers[name], error) from None
             yield
         finally:
             learner.end_start.remote(name)
@@ -419,7 +423,8 @@ class ServerPool:
         """Wait until a server has the learner's weights, and return their version.
 
         Raises:
-            LostError: the learner made no push in time.
+            LostError: the learner made no push in time, and other servers serve.
+            WaitTimeoutError: it made none, and no other server serves.
         """
         assert server.filled is not None
         try:
@@ -427,7 +432,11 @@ class ServerPool:
                 return await server.filled
         except TimeoutError:
             error = WaitTimeoutError(f"{server.name} waited {self._push_limit} for the learner's weights")
-            raise LostError(error) from None
+            raise self._in_vain(server, error) from None
+
+    def _in_vain(self, server: Server, error: WaitTimeoutError) -> Exception:
+        """Return the error of a server that has waited for the learner: it ends the run unless other servers serve."""
+        return LostError(error) if self._can_wait(server) else error
 
     async def _serve(self, server: Server) -> None:
         """Log the reports of a server that has started, until it is lost.

@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from async_rl.base.errors import ConfigError
@@ -18,9 +17,7 @@ from async_rl.tools.sweeps.plan import (
     compare,
     describe_plan,
     make_plan,
-    share_that_ends,
     stages,
-    work_conserving_bound,
     workload_of,
 )
 from async_rl.tools.sweeps.report import prediction
@@ -82,7 +79,7 @@ def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
     assert " 0.4 s " in text and text.count(" 0.5 s ") == 2
     assert float(rows(text)[0][0]) == pytest.approx(8 + 0.4 + 0.05, rel=0.02)
     assert recommendation(settings_of(read_runs(sweep))) in text.partition("\n")[0]
-    assert "staleness.on_late=drop" in plan("--late drop --staleness 0,1", sweep)
+    assert plan("--late drop --staleness 0,1", sweep) != text
 
 
 @pytest.mark.parametrize(
@@ -102,8 +99,7 @@ def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: 
     sweep = make_sweep(tmp_path, (1, 3), seeds=1, workload=workload, overrides=("weight_sync.every_steps=2",))
     text = plan("--staleness 0,1,3", sweep)
     assert list(rows(text)) == [1, 3]
-    assert "weight_sync.every_steps=2" in text
-    with pytest.raises(ConfigError, match=r"^--staleness .*every_steps=2.*'0'"):
+    with pytest.raises(ConfigError, match=r"^--staleness .*'0'"):
         plan("--staleness 0", sweep)
 
 
@@ -132,10 +128,10 @@ def test_runs_of_one_step_are_left_out_of_a_plan_and_refused_alone(tmp_path: Pat
 
 
 
-def stage(together: float, group_s: float, pushes: float = 1.0) -> Stages:
+def stage(together: float, group_s: float) -> Stages:
     return Stages(
-        train_s=2.0, train_cv=0.1, sync_s=0.5, pushes=pushes, pause_s=0.4, receive_s=0.1, group_s=group_s, group_cv=0.2,
-        together=together, rollout_busy_s=3.0, failed=0.0,
+        train_s=2.0, train_cv=0.1, sync_s=0.5, pause_s=0.4, receive_s=0.1, group_s=group_s, group_cv=0.2,
+        together=together, failed=0.0,
     )
 
 RULES = Workload(concurrency=64, prompts_per_step=16, late="drop", every_steps=2)
@@ -150,14 +146,6 @@ def test_the_slope_of_durations_over_the_load_is_found_or_the_engine_counts_as_f
     assert (full.train_s, full.sync_s, full.group_cv) == (7.0, 3.0, 0.2), "its own learner"
     assert (full.late, full.every_steps, full.prompts_per_step) == ("drop", 2, 16)
 
-
-@pytest.mark.parametrize(("pushes", "in_turn_s", "slower_s"), [(1.0, 5.5, 3.4), (0.5, 5.25, 3.2)])
-def test_the_work_conserving_bound_is_in_turn_at_0_and_the_slower_pool_above(
-    pushes: float, in_turn_s: float, slower_s: float
-) -> None:
-    found = stage(20, 2.0, pushes=pushes)  # learner 2 s + 0.5 s a push, rollout busy 3 s and paused 0.4 s a push
-    assert work_conserving_bound(found, 0) == pytest.approx(5 / in_turn_s)
-    assert work_conserving_bound(found, 4) == pytest.approx(5 / slower_s)
 
 @pytest.mark.parametrize(("workload", "learner"), [(Workload(), 0.37), (Workload(late="drop"), 0.76)])
 def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload: Workload, learner: float) -> None:
@@ -191,17 +179,6 @@ def test_a_run_is_told_what_other_numbers_of_servers_would_bring(tmp_path: Path)
     assert [row[-1] for row in found if row[0].startswith("2")] == ["servers or slots (staleness.depth)"]
 
 
-@pytest.mark.parametrize("cv", [0.0, 0.3, 1.5])
-def test_the_share_of_groups_that_end_in_time_is_met_at_random_moments(cv: float) -> None:
-    rng, mean_s, within_s = np.random.default_rng(0), 20.0, 30.0
-    sigma = np.sqrt(np.log(1 + cv**2))
-    durations = rng.lognormal(np.log(mean_s) - sigma**2 / 2, sigma, 400_000)
-    ends = np.cumsum(durations)
-    moments = rng.uniform(0, ends[-1], 100_000)
-    left_s = ends[np.searchsorted(ends, moments)] - moments
-    assert share_that_ends(mean_s, cv, within_s) == pytest.approx((left_s <= within_s).mean(), abs=0.01)
-
-
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -217,7 +194,6 @@ def test_what_can_not_be_simulated_is_neither_predicted_nor_planned(
     measured = compare(settings_of(read_runs(sweep)))
     assert [m.predicted for m in measured] == ([] if "exact" in overrides[0] else [None, None])
     if measured:
-        assert all(m.bound > 0 for m in measured)
         table = prediction(measured)
         assert table is not None and table.rows[0][2] == "-"
     with pytest.raises(ConfigError, match=why):

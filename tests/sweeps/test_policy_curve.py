@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.tools.sweeps.efficiency import effective_steps, why_unknown
-from async_rl.tools.sweeps.policy_curve import LAST_BUCKET, PolicyCurve, mean_rewards, policy_curve
+from async_rl.tools.sweeps.policy_curve import LAST_BUCKET, PolicyPoint, evaluations_of, policy_curve
 from async_rl.tools.sweeps.statistics import estimate
 from learner.algorithms.diagnostics import BUCKETS, batch_metrics
 from tests.kit.groups import batch_of, make_group, make_row
@@ -52,11 +52,10 @@ def saturating(version: float) -> float:
 def test_a_run_at_one_staleness_gives_back_the_curve_of_its_policy(staleness: int) -> None:
     steps = made_run(always(staleness, 40), lambda version, _: saturating(version), step_s=1.5)
     curve = policy_curve(steps)
-    assert [point.version for point in curve.points] == list(range(40 - staleness))
-    assert [point.reward for point in curve.points] == pytest.approx([saturating(v) for v in range(40 - staleness)])
+    assert [point.version for point in curve] == list(range(40 - staleness))
+    assert [point.reward for point in curve] == pytest.approx([saturating(v) for v in range(40 - staleness)])
     served_s = [-1.5, *(1.5 * (v - 1) for v in range(1, 40 - staleness))]
-    assert [point.served_s for point in curve.points] == pytest.approx(served_s)
-    assert curve.end_s == pytest.approx(1.5 * (40 - staleness - 1))
+    assert [point.served_s for point in curve] == pytest.approx(served_s)
 
 
 @given(
@@ -77,14 +76,13 @@ def test_whichever_batches_the_answers_are_in_their_version_gets_them(
         for age, count in found.items():
             counts[batch - age] = counts.get(batch - age, 0.0) + count
     known = {version: count for version, count in sorted(counts.items()) if version + largest < len(possible)}
-    assert {point.version: point.episodes for point in curve.points} == known
-    assert [point.reward for point in curve.points] == pytest.approx([rewards[version] for version in known])
+    assert {point.version: point.episodes for point in curve} == known
+    assert [point.reward for point in curve] == pytest.approx([rewards[version] for version in known])
 
 
 def test_a_run_without_steps_or_without_rewards_by_staleness_has_no_curve() -> None:
     for steps in ([], [{"step": 1.0, "time/since_first_step_s": 0.0, "reward/mean": 0.5}]):
-        curve = policy_curve(steps)
-        assert curve.points == () and math.isnan(curve.mean_over_time(1.0))
+        assert policy_curve(steps) == ()
 
 
 def test_the_keys_are_those_that_the_learner_writes() -> None:
@@ -93,25 +91,11 @@ def test_the_keys_are_those_that_the_learner_writes() -> None:
     rows[0].versions[1] = 3
     steps: list[Step] = [{"step": float(number), "time/since_first_step_s": number} for number in range(1, 28)]
     steps[14] |= {metric.key: metric.value for metric in batch_metrics(batch_of(make_group(0, rows=rows), version=14))}
-    points = policy_curve(steps).points
+    points = policy_curve(steps)
     assert [(point.version, point.reward, point.episodes) for point in points] == [
         (2, 1.0, 1.0), (12, 0.0, 1.0), (14, 0.5, 1.0),
     ]  # fmt: skip
     assert LAST_BUCKET == BUCKETS - 1
-
-
-def test_the_mean_over_the_time_is_that_of_the_policy_that_is_served() -> None:
-    """Versions 1, 2, 3 with rewards 0.1, 0.5, 0.9 are served at 0, 1 and 4 s; version 4, at 9 s, is not known."""
-    steps = made_run(always(1, 5), lambda version, _: [0.7, 0.1, 0.5, 0.9][version])
-    for step, seconds in zip(steps, (0.0, 1.0, 4.0, 9.0, 10.0), strict=True):
-        step["time/since_first_step_s"] = seconds
-    curve = policy_curve(steps)
-    assert curve.end_s == 9.0
-    assert curve.mean_over_time(9.0) == pytest.approx((1 * 0.1 + 3 * 0.5 + 5 * 0.9) / 9)
-    assert curve.mean_over_time(2.0) == pytest.approx((1 * 0.1 + 1 * 0.5) / 2)
-    assert math.isnan(curve.mean_over_time(9.5)) and math.isnan(curve.mean_over_time(0.0))
-    late = PolicyCurve(curve.points[2:], curve.end_s)  # from 1 s on
-    assert math.isnan(late.mean_over_time(0.5)) and late.mean_over_time(2.0) == pytest.approx(0.5)
 
 
 def test_a_run_that_went_on_from_a_checkpoint_has_the_curve_of_one_without_that_step() -> None:
@@ -121,49 +105,21 @@ def test_a_run_that_went_on_from_a_checkpoint_has_the_curve_of_one_without_that_
     for number, step in enumerate(steps[10:]):
         step["time/since_first_step_s"] = 2.0 * number
     resumed = policy_curve(steps)
-    assert [(point.version, point.reward) for point in resumed.points] == [
-        (point.version, point.reward) for point in whole.points
+    assert [(point.version, point.reward) for point in resumed] == [
+        (point.version, point.reward) for point in whole
     ]
-    later_s = [whole.points[at].served_s - resumed.points[at].served_s for at in range(19)]
+    later_s = [whole[at].served_s - resumed[at].served_s for at in range(19)]
     assert later_s == pytest.approx([0.0] * 11 + [2.0] * 8)
-    assert resumed.end_s == pytest.approx(whole.end_s - 2.0)
-
-
-def test_a_version_that_sampled_nothing_counts_as_the_one_before() -> None:
-    """With pushes after every second step the versions 0, 2, 4 ... sample everything."""
-    ages = [{batch % 2: 8.0} for batch in range(8)]
-    curve = policy_curve(made_run(ages, lambda version, _: float(version), step_s=1.0))
-    assert [point.version for point in curve.points] == [0, 2, 4, 6]
-    # From 0 s version 1 is served, which is version 0 to the servers; version 2 from 1 s on, and so on until 6 s.
-    assert curve.mean_over_time(6.0) == pytest.approx((1 * 0 + 2 * 2 + 2 * 4 + 1 * 6) / 6)
-
-
-def test_runs_whose_policies_are_alike_have_one_reward_however_old_their_batches_are() -> None:
-    runs = [made_run(always(staleness, 40), lambda version, _: saturating(version)) for staleness in (0, 1, 8)]
-    rewards, seconds = mean_rewards([policy_curve(run) for run in runs])
-    assert seconds == pytest.approx(2.0 * 31)
-    assert rewards == pytest.approx([rewards[0]] * 3)
-    of_batches = [float(np.mean([step["reward/mean"] for step in run[1:]])) for run in runs]
-    assert of_batches[0] - of_batches[2] > 0.1
-
-
-def test_a_run_that_is_too_short_does_not_shorten_the_others() -> None:
-    whole = policy_curve(made_run(always(1, 10), lambda *_: 0.5))
-    only_first = policy_curve(made_run(always(4, 5), lambda *_: 0.5))
-    assert [point.version for point in only_first.points] == [0] and only_first.end_s == 0.0
-    rewards, seconds = mean_rewards([whole, PolicyCurve(), only_first])
-    assert (rewards[0], seconds) == (pytest.approx(0.5), whole.end_s) and all(map(math.isnan, rewards[1:]))
-    assert math.isnan(mean_rewards([PolicyCurve()])[1])
 
 
 def test_spans_of_versions_get_longer_as_the_run_goes_on() -> None:
     ages = [{0: 1.0 if batch == 4 else 3.0} for batch in range(14)]
-    found = policy_curve(made_run(ages, lambda version, _: float(version))).evaluations()
+    found = evaluations_of(policy_curve(made_run(ages, lambda version, _: float(version))))
     means = [0, 1, 2, 3, (4 + 3 * 5) / 4, 7, 10.5, 13]  # version 4 has a third of the answers of 5
     assert found == [(pytest.approx(mean), pytest.approx(mean)) for mean in means]
 
 
-def noisy(rng: np.random.Generator, staleness: int, e: float, batches: int) -> PolicyCurve:
+def noisy(rng: np.random.Generator, staleness: int, e: float, batches: int) -> tuple[PolicyPoint, ...]:
     """A run of 64 answers a batch that are right or wrong, and whose policy learns at `e` of the speed."""
     return policy_curve(
         made_run(always(staleness, batches), lambda version, _: rng.binomial(64, saturating(e * version)) / 64)
@@ -175,8 +131,8 @@ def test_sampled_rewards_tell_a_known_efficiency_with_its_error(base: int, deep:
     rng = np.random.default_rng(5)
     means, errors = [], []
     for _ in range(60):
-        fresh = {str(seed): noisy(rng, base, 1.0, 30).evaluations() for seed in range(5)}
-        stale = {str(seed): noisy(rng, deep, e, 60).evaluations() for seed in range(5)}
+        fresh = {str(seed): evaluations_of(noisy(rng, base, 1.0, 30)) for seed in range(5)}
+        stale = {str(seed): evaluations_of(noisy(rng, deep, e, 60)) for seed in range(5)}
         assert why_unknown(list(fresh.values()), "reward") == ""
         found = effective_steps(stale, dict.fromkeys(stale, 10.0), list(fresh.items()), within=True)
         result = estimate(list(found[:, 0]))
@@ -189,9 +145,9 @@ def test_sampled_rewards_tell_a_known_efficiency_with_its_error(base: int, deep:
 
 def test_versions_beyond_those_of_the_fresh_runs_do_not_count() -> None:
     """The stale runs learn as fast until version 20, and then forget all: beyond that the fresh ones say nothing."""
-    fresh = policy_curve(made_run(always(0, 21), lambda version, _: saturating(version))).evaluations()
+    fresh = evaluations_of(policy_curve(made_run(always(0, 21), lambda version, _: saturating(version))))
     forgets = made_run(always(4, 60), lambda version, _: saturating(version) if version <= 18 else 0.0)
-    stale = policy_curve(forgets).evaluations()
+    stale = evaluations_of(policy_curve(forgets))
     (within,) = effective_steps({"0": stale}, {"0": 1.0}, [("0", fresh)], within=True)
     (beyond,) = effective_steps({"0": stale}, {"0": 1.0}, [("0", fresh)])
     assert within[0] == pytest.approx(1.0, abs=0.02) and beyond[0] < 0.7

@@ -17,19 +17,17 @@ from async_rl.tools.sweeps.cells import Bound
 from async_rl.tools.sweeps.efficiency import effective_steps
 from async_rl.tools.sweeps.plan import compare
 from async_rl.tools.sweeps.report import TRADE_OFF, value_table, write_report
-from async_rl.tools.sweeps.results import Run, read_run, read_runs
+from async_rl.tools.sweeps.results import read_run, read_runs
 from async_rl.tools.sweeps.settings import (
     WORTH,
     Setting,
     best_rows,
     bounds_compared,
-    corrections_compared,
     efficiency_unknown,
     recommendation,
     settings_of,
 )
 from async_rl.tools.sweeps.statistics import estimate
-from async_rl.tools.sweeps.tables import tables_in
 from tests.kit.runs import logged
 from tests.kit.sweeps import make_sweep
 
@@ -66,7 +64,6 @@ def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: P
         assert measured.predicted is not None
         assert measured.predicted.utilisation == pytest.approx(measured.learner, rel=0.1)
         assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
-        assert measured.learner + measured.rollout <= measured.bound * 1.05
 
 
 def test_every_run_and_every_evaluation_is_in_a_file(sweep: Path, printed: str) -> None:
@@ -134,39 +131,6 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
     assert [(version, seconds) for version, seconds, _ in read.evals][1] == (13.0, at_13)
 
 
-def exact_row(bound: int, correction: str, gains: list[float]) -> Setting:
-    labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
-    runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
-    return Setting(runs, {"improvement": gains, "reward_mean": gains})
-
-
-def differences(rows: list[Setting]) -> dict[tuple[str, str], tuple[str, str]]:
-    """(difference, corrected p-value) of the improvement by correction and staleness."""
-    table = corrections_compared(rows)[0]
-    return {(row[0], row[1]): (row[2], row[4]) for row in table.rows}
-
-
-def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
-    rows = [
-        exact_row(4, "none", [0.40, 0.41, 0.42]), exact_row(4, "coupled", [0.41, 0.40, 0.42]),
-        exact_row(8, "none", [0.10, 0.11, 0.12]), exact_row(8, "coupled", [0.40, 0.41, 0.42]),
-    ]
-    found = differences(rows)
-    assert {key: difference for key, (difference, _) in found.items()} == {
-        ("coupled", "average"): "+0.150", ("coupled", "4"): "+0.000", ("coupled", "8"): "+0.300",
-    }  # fmt: skip
-    assert float(found["coupled", "8"][1]) < 0.05 < float(found["coupled", "4"][1])
-    at_0 = [exact_row(0, "none", [0.1, 0.2]), exact_row(0, "coupled", [0.4, 0.5])]
-    assert differences([*rows, *at_0]) == found, "at 0 there is nothing to correct"
-    two = differences([*rows, exact_row(8, "decoupled_tis", [0.10, 0.11, 0.12])])
-    assert two["decoupled_tis", "average"][0] == two["decoupled_tis", "8"][0] == "+0.000"
-    assert corrections_compared(rows[:1]) == []
-    alone = differences([exact_row(4, "none", [0.1]), exact_row(4, "coupled", [0.4])])
-    assert alone["coupled", "4"] == ("+0.300", "-")
-    unknown = differences([exact_row(4, "none", [0.1, 0.2]), exact_row(4, "coupled", [0.4, math.nan])])
-    assert unknown == {("coupled", "average"): ("-", "-"), ("coupled", "4"): ("-", "-")}
-
-
 def test_a_report_claims_no_lead_that_its_seeds_do_not_show(sweep: Path) -> None:
     """Two seeds whose values lie far apart, and a best bound by a hair."""
     rows = [dataclasses.replace(row, values=dict(row.values)) for row in settings_of(read_runs(sweep))]
@@ -216,13 +180,15 @@ def test_without_synchronous_training_sampled_rewards_tell_the_worth_of_a_step(s
     found = three.estimate("efficiency_sampled")
     assert (one.estimate("efficiency_sampled").mean, found.mean) == (1.0, pytest.approx(0.55 / 0.95, abs=0.03))
     assert 0 < found.error < 0.05
-    (trade_off, *_) = tables_in(printed)
-    shown = dict(zip(trade_off.header, trade_off.rows[1], strict=True))
-    assert shown["a step is worth by sampled reward, steps at the lowest staleness"] == found.text("{:.2f}")
     speed = three.estimate("effective_steps_sampled")
-    assert shown["effective steps per minute by sampled reward"] == speed.text("{:.1f}")
+    lines = [line.replace("**", "") for line in printed.splitlines() if line.startswith("|")]
+    header, shown = (line.strip("| ").split(" | ") for line in (lines[0], lines[3]))
+    titles = (
+        "a step is worth by sampled reward, steps at the lowest staleness",
+        "effective steps per minute by sampled reward",
+    )
+    assert [shown[header.index(title)] for title in titles] == [found.text("{:.2f}"), speed.text("{:.1f}")]
     assert speed.mean == pytest.approx(found.mean * three.estimate("steps_per_minute").mean, rel=0.02)
-    assert "improvement" not in "".join(trade_off.header)
 
 
 def without_synchronous_runs(sweep: Path, folder: Path) -> Path:

@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from async_rl.tools.sweeps.statistics import estimate, holm, p_value, ratio_interval, ratio_text, stratified
+from async_rl.tools.sweeps.statistics import estimate, holm, p_value, ratio_interval, ratio_text
 
 
 def test_an_estimate_is_mean_and_standard_error() -> None:
@@ -36,14 +36,6 @@ def test_the_p_value_of_a_worked_example() -> None:
     assert p_value([1.0, 2.0, 3.0], [3.0, 5.0, 7.0]) == pytest.approx(expected)
     assert p_value([1.0, 1.1, 0.9], [5.0, 5.1, 4.9]) < 0.05
     assert math.isnan(p_value([1.0], [2.0, 3.0]))
-
-
-def test_strata_of_a_worked_example() -> None:
-    """Twice the example above: the variance of the mean is half of one's, df = (5/6)^2 / (17/144) = 100 / 17."""
-    example = [1.0, 2.0, 3.0], [3.0, 5.0, 7.0]
-    assert stratified([example]) == pytest.approx((-3.0, p_value(*example)))
-    assert stratified([example, example]) == pytest.approx((-3.0, 2 * stats.t.sf(3 / math.sqrt(5 / 6), 100 / 17)))
-    assert math.isnan(stratified([([1.0], [2.0, 3.0])])[1])
 
 
 def test_the_interval_of_a_ratio_holds_the_ratio_and_shrinks_with_the_spread() -> None:

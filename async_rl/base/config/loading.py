@@ -235,3 +235,12 @@ def _fill(section: dict[str, Any], defaults: dict[str, Any], key: str, place: st
         elif name not in section:
             section[name] = default
             places[f"{key}.{name}"] = place
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {dotted key: value} of the values in nested mappings. An empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        found |= leaves(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return found

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from async_rl.base.config import Config
-from async_rl.base.config.loading import dump_config, load_config, read_yaml
+from async_rl.base.config.loading import dump_config, leaves, load_config, read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.model_folder import policy_lr
@@ -107,17 +107,8 @@ def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         text = dump_config(load_config(None, [*fixed, *([f"algorithm.preset={preset}"] if preset else [])]))
     except ConfigError:
         text = dump_config(load_config(None, fixed))
-    defaults = dict(_leaves(read_yaml(text)[0]))
+    defaults = leaves(read_yaml(text)[0])
     required = {"model.path", "task.name"}
-    found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in _leaves(config)]
+    found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in leaves(config).items()]
     is_set = [key not in required or value for key, value, _ in found]  # task.env and task.agent take no task.name
     return [each for each, counts in zip(found, is_set, strict=True) if counts and each[1] != each[2]]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of each value in nested mappings."""
-    found: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        is_section = isinstance(value, Mapping) and value
-        found += _leaves(value, f"{prefix}{name}.") if is_section else [(f"{prefix}{name}", value)]
-    return found

@@ -19,10 +19,9 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.config.loading import dump_config, load_config, read_yaml, text_override
+from async_rl.base.config.loading import dump_config, leaves, load_config, read_yaml, text_override
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.files import write_whole
-from async_rl.base.telemetry.metrics import read_metrics
 
 SEED = "seed"
 STALENESS = "staleness"
@@ -239,10 +238,6 @@ RESULTLESS_KEYS = (
     "logging", *(f"timeouts.{name}" for name in _ENDS), "checkpoint.keep_last", "checkpoint.best_by"
 )  # fmt: skip
 """The config keys and sections that do not change results. The cells of a sweep may differ in them."""
-WRITTEN_AT = ("time/written_at_s", "eval/written_at_s")
-"""The metrics of when a line was written, in seconds of the run's whole time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """The content of `cell.json`, which a sweep writes into the folder of a finished cell."""
@@ -251,21 +246,17 @@ class Record:
     config: str
     """The resolved config, as YAML."""
     seconds: float
-    """The duration of the whole run, start-up included."""
+    """How long the command took, start-up included; for a resumed cell, the last one."""
     command: str
     commit: str
     """The commit of the program that ran the cell."""
     varied: Sequence[str]
     """The config keys that the axes vary."""
-    resumed: int = 0
-    """How often the cell resumed from a checkpoint. Its times are the sum over `resumed` + 1 parts."""
 
 
-def make_record(
-    cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "", resumed: int = 0
-) -> Record:
+def make_record(cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "") -> Record:
     varied = [override.partition("=")[0] for override in cell.overrides]
-    return Record(cell.labels, dump_config(config), seconds, command, commit, varied, resumed)
+    return Record(cell.labels, dump_config(config), seconds, command, commit, varied)
 
 
 def write_record(cell: Cell, record: Record) -> None:
@@ -324,7 +315,7 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
         varied.add("algorithm")
     seen: dict[str, tuple[Any, Path]] = {}
     for cell, record in records:
-        for key, value in leaves(record.config).items():
+        for key, value in leaves(read_yaml(record.config)[0]).items():
             other, elsewhere = seen.setdefault(key, (value, cell))
             if value != other and not sets_one_of(key, varied):
                 raise ConfigError(
@@ -350,30 +341,10 @@ def check_unchanged(cell: Cell, config: str) -> None:
     record, file = read_record(cell.folder), _started_file(cell)
     if record is None and not file.is_file():
         raise ConfigError(f"{cell.folder} holds a run that no sweep has started: move it away, or give another --name")
-    now = leaves(config)
-    for key, value in leaves(record.config if record else file.read_text()).items():
+    now = leaves(read_yaml(config)[0])
+    for key, value in leaves(read_yaml(record.config if record else file.read_text())[0]).items():
         if now.get(key, value) != value and not sets_one_of(key, (*PLACE_KEYS, *RESULTLESS_KEYS)):
             raise ConfigError(
                 f"a cell must keep the settings that it began with, got {key} {value} in {cell.folder} and {now[key]} "
                 "now. Give this sweep another --name, or move the cell away"
             )
-
-
-def run_seconds(run_dir: Path) -> float:
-    """Return the seconds from a run's start to its last line of metrics, including start-ups of resumes."""
-    times = [record.get(key) for record in read_metrics(run_dir / "metrics.jsonl") for key in WRITTEN_AT]
-    return max((each for each in times if each is not None), default=0.0)
-
-
-def leaves(config: str) -> dict[str, Any]:
-    """Return {dotted key: value} of a configuration in YAML."""
-    def walk(tree: dict[str, Any], prefix: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-            else:
-                found[f"{prefix}{key}"] = value
-
-    found: dict[str, Any] = {}
-    walk(read_yaml(config)[0], "")
-    return found

@@ -12,13 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from async_rl.base.config.check import check
-from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.metrics import is_warm_up
 from async_rl.tools.sweeps.cells import Bound, bounds_of, bounds_title
@@ -38,8 +36,6 @@ LEARNER_S = ("train_s", "train_cv", "sync_s", "pause_s", "receive_s")
 MOST_MORE_SERVERS = 4
 BUSY = 0.9
 """A learner that is busy for so large a share of its time limits the steps."""
-LEAVE_S = 30.0
-"""How long a host of Ray that is taken away goes on (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S)."""
 OPTIONS = {"group_mean_s": "--group-s", "group_cv": "--cv"}
 """Options whose names differ from the workload's fields."""
 
@@ -87,7 +83,7 @@ def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
     possible = tuple(bound for bound in bounds if workload.slot_limits.is_enough(bound.depth))
     check(
         bool(possible), "--staleness", ",".join(map(str, bounds)),
-        f"{workload.slot_limits.smallest_depth:g} or more with {rules_text(workload)}",
+        f"{workload.slot_limits.smallest_depth:g} or more with the run's sections buffer and weight_sync",
     )
     results = (simulate(workload, bound.max, SIMULATED_STEPS, depth=bound.depth) for bound in possible)
     return Plan(workload, possible, tuple(results))
@@ -141,8 +137,6 @@ def describe_plan(plan: Plan) -> str:
         f"Rollout: a group takes {w.group_mean_s:.3g} s alone and {w.load_s:.3g} s more for each other one in flight, "
         f"{w.concurrency} at most; standard deviation {w.group_cv:.0%}; {w.failed:.0%} are dropped.",
     ]
-    if rules := rules_text(w):
-        lines.append(f"Rules: {rules}.")
     header = (
         bounds_title(plan.bounds), "step, s", "learner", "rollout", "staleness, mean",
         "groups in flight / max_groups_in_flight",
@@ -201,8 +195,7 @@ def describe_servers(workload: Workload, bound: Bound, knows_load: bool) -> str:
     return (
         f"Other numbers of servers at staleness {bound}{ranges}:\n\n{table}\n"
         f"A server that is lost takes {now / workload.servers:.1f} groups in flight with it. They have run for "
-        f"{age_s:.3g} s on average, and other servers begin their prompts anew. "
-        f"{share_that_ends(group_s, workload.group_cv, LEAVE_S):.0%} of them would have ended within {LEAVE_S:.0f} s."
+        f"{age_s:.3g} s on average, and other servers begin their prompts anew."
     )
 
 
@@ -221,70 +214,35 @@ def _range(values: Sequence[float], form: str) -> str:
     return " to ".join(dict.fromkeys(form.format(value) for value in sorted(values)))
 
 
-def share_that_ends(mean_s: float, cv: float, within_s: float) -> float:
-    """Return the share of the groups in flight at some moment that end within `within_s` seconds from then.
-
-    That is E[min(T, L)] / E[T], with L = within_s and T the duration of a group: lognormal, of this mean and this
-    standard deviation over the mean. (A renewal process is met by an interval in proportion to its length.)
-    """
-    if cv == 0:
-        return min(1.0, within_s / mean_s)
-    sigma = math.sqrt(math.log(1 + cv**2))
-    z = (math.log(within_s / mean_s) + sigma**2 / 2) / sigma  # (log L - mu) / sigma
-    normal = NormalDist()
-    return normal.cdf(z - sigma) + within_s / mean_s * (1 - normal.cdf(z))
-
-
-def rules_text(workload: Workload) -> str:
-    """Return the settings of staleness, pushes and replay that differ from their defaults, as `key=value, ...`."""
-    w, default = workload, Workload()
-    settings = {
-        "staleness.on_late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
-        "weight_sync.on_update": ("drain" if w.drain else "", ""), "buffer.max_uses": (w.max_uses, default.max_uses),
-        "buffer.fresh_fraction": (w.fresh_fraction, default.fresh_fraction),
-    }  # fmt: skip
-    return ", ".join(f"{key}={value}" for key, (value, usual) in settings.items() if value != usual)
-
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The mean durations of the stages of one run; nan for a stage that the run did not measure."""
+    """The mean durations of the stages of one run, as in Workload; nan for a stage that the run did not measure."""
 
     train_s: float
     train_cv: float
     sync_s: float
     """The duration of a push, excluding waits for groups to drain or for an evaluation."""
-    pushes: float
-    """The number of pushes per step."""
     pause_s: float
-    """How long generation pauses in a push."""
     receive_s: float
-    """How long the learner takes to receive a batch that is complete."""
     group_s: float
     """The duration of a group, excluding the pauses of pushes. An aborted group counts until its abort."""
     group_cv: float
     together: float
     """The mean number of groups in flight at its server during a group."""
-    rollout_busy_s: float
-    """The time per step with at least one group in flight, including the time of evaluations."""
     failed: float
 
 
 def stages(run: Run) -> Stages:
     steps = timed_steps(run)
     train = [value for step in steps if (value := step.get("time/train_s")) is not None]
-    pushes = [value for step in steps if (value := step.get("time/push_s")) is not None]
-    step_s = float(run.summary["seconds"]) / max(1, len(steps))
     busy, paused = (float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync"))
     running = 1 - paused / max(busy + paused, 1e-9)
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
-        pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
-        receive_s=_receive_s(steps),
-        group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
-        together=run.figure("rollout/concurrency"),
-        rollout_busy_s=busy * step_s,
+        pause_s=run.figure("push/pause_s"), receive_s=_receive_s(steps), group_cv=_group_cv(run),
+        group_s=run.figure("rollout/group_s") * running, together=run.figure("rollout/concurrency"),
         failed=dropped / max(1.0, dropped + buffer.get("buffer/trained", 0.0)),
     )
 
@@ -339,26 +297,14 @@ def workload_of(found: Sequence[Stages], rules: Workload, own: Sequence[Stages] 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The values measured at one staleness bound, with their prediction and the work-conserving bound."""
+    """The values measured at one staleness bound, with their prediction."""
 
     staleness: Bound
     learner: float
     rollout: float
     staleness_mean: float
-    bound: float
-    """The largest possible learner + rollout, from work_conserving_bound."""
     predicted: Result | None
     """The simulator's result; None if it does not support the run's rules, or durations were not measured."""
-
-
-def work_conserving_bound(found: Stages, depth: float) -> float:
-    """Return the largest sum of learner and rollout utilisation that the run's stage times allow.
-
-    It assumes that at depth 0 a step takes the times of both pools one after the other, else the slower pool's time.
-    """
-    learner_s, rollout_s = found.train_s + found.pushes * found.sync_s, found.rollout_busy_s
-    step_s = learner_s + rollout_s if depth == 0 else max(learner_s, rollout_s + found.pushes * found.pause_s)
-    return (found.train_s + found.rollout_busy_s) / step_s
 
 
 def first_series(rows: Sequence[Setting]) -> list[Setting]:
@@ -380,12 +326,10 @@ def compare(rows: Sequence[Setting]) -> list[Measured]:
     measured = []
     for row, runs in timed:
         own = [stages(run) for run in runs]
-        bounds = [work_conserving_bound(stage, row.staleness.depth) for stage in own]
         measured.append(
             Measured(
                 staleness=row.staleness, learner=row.estimate("learner").mean, rollout=row.estimate("rollout").mean,
                 staleness_mean=row.estimate("staleness_mean").mean,
-                bound=float(np.mean(bounds or [math.nan])),
                 predicted=_predict(runs[0], own, everywhere) if own else None,
             )
         )
@@ -405,7 +349,7 @@ def _predict(run: Run, own: Sequence[Stages], everywhere: Sequence[Stages]) -> R
         return None
     if math.isnan(workload.group_mean_s) or math.isnan(workload.group_cv):  # e.g. no group ended after the first step
         return None
-    bound = Bound.of_config(_config(run)["staleness"])  # the depth may be an axis of its own
+    bound = Bound.of_config(run.config["staleness"])  # the depth may be an axis of its own
     steps = min(SIMULATED_STEPS, len(run.steps))
     return simulate(workload, bound.max, steps, depth=bound.depth)
 
@@ -416,7 +360,7 @@ def rules_of(run: Run) -> Workload:
     Raises:
         ConfigError: the simulator does not support the run's settings.
     """
-    config = _config(run)
+    config = run.config
     held_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in timed_steps(run))
     uncovered = {
         "episodes of several turns": any(config["task"].get(key) for key in ("env", "agent", "tools")),
@@ -446,8 +390,3 @@ def _num_servers(run: Run, configured: int | dict[str, int]) -> int:
     counts = [sum(key.startswith("version/rollout/") for key in step) for step in timed_steps(run)]
     with_push = [count for count in counts if count]
     return max(1, round(float(np.mean(with_push)))) if with_push else configured["min"]
-
-
-def _config(run: Run) -> dict[str, Any]:
-    config: dict[str, Any] = read_yaml((run.folder / "config.yaml").read_text())[0]
-    return config

@@ -27,7 +27,6 @@ SECONDS = "seconds since the end of the first step"
 _DOTS = " Each dot is a seed, each bar a mean ± standard error. Dots of a step's worth are jackknife values."
 CAPTIONS = {
     "trade_off": f"What a step is worth, how busy the learner is, and what a minute brings.{_DOTS}",
-    "depths": f"Speed, reward of the policy and the worst KL over the measured staleness.{_DOTS}",
     "learning": "Held-out accuracy and the reward of each policy version: means over seeds ± one standard error.",
     "utilisation": "Share of time that each pool spent in each state. Diamonds: predicted by the simulator.",
     "off_policy": f"How far the trained policy is from the policies that sampled its data.{_DOTS}",
@@ -47,7 +46,6 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
     bounded = [row for row in rows if not row.exact]
     figures = {
         "trade_off": lambda: trade_off(rows),
-        "depths": lambda: _depths(bounded),
         "learning": lambda: learning(rows),
         "utilisation": lambda: _utilisation(bounded, predicted),
         "off_policy": lambda: _off_policy(rows),
@@ -79,14 +77,11 @@ def _panels(count: int, width: float = 4.2, height: float = 3.6) -> tuple[Any, l
     return figure, flat[:count]
 
 
-def _legend(figure: Any, panels: Sequence[Axes], title: str = "") -> None:
+def _legend(figure: Any, panels: Sequence[Axes]) -> None:
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if any(handles):
         columns = min(len(handles), int(figure.get_figwidth() // 2.2))
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside upper center", ncols=columns, frameon=False,
-            title=title or None,
-        )  # fmt: skip
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
 def _chosen(names: Sequence[Any]) -> list[Any]:
@@ -145,38 +140,6 @@ def trade_off(rows: Sequence[Setting]) -> Any:
     return figure
 
 
-def _depths(rows: Sequence[Setting]) -> Any:
-    """Return a figure of speed, reward and the worst KL over the mean staleness, for bounds and for depths below them.
-
-    A line connects the bounds. None if there are not both kinds, or if the policies' rewards are not known.
-    """
-    shown = {
-        "steps_per_minute": "learner steps per minute", "policy_reward": "reward of the policy, mean over the time",
-        "kl_p95": "KL of a step, 95th percentile, nats a token",
-    }  # fmt: skip
-    if len({row.staleness.is_full for row in rows}) < 2 or not all(row.has(key) for row in rows for key in shown):
-        return None
-    below = sorted({row.staleness.max for row in rows if not row.staleness.is_full})
-    figure, panels = _panels(len(shown))
-    for axes, (key, label) in zip(panels, shown.items(), strict=True):
-        for number, most in enumerate([0, *_chosen(below)[: MOST_LINES - 1]]):
-            own = [row for row in rows if row.staleness.is_full != bool(most) and most in (0, row.staleness.max)]
-            own = sorted(own, key=lambda row: row.estimate("staleness_mean").mean)
-            xs = [row.estimate("staleness_mean").mean for row in own]
-            for place, (row, x) in enumerate(zip(own, xs, strict=True)):
-                name = f"depth below {most}" if most else "bound"
-                _dots(axes, row, x, key, OKABE_ITO[number], "" if place else name)
-                if not most:
-                    at = (x, row.estimate(key).mean)
-                    axes.annotate(str(row.staleness), at, (6, -12), textcoords="offset points", fontsize=8)
-            if not most:
-                axes.plot(xs, [row.estimate(key).mean for row in own], color=OKABE_ITO[0], linewidth=1.2)
-        axes.set_xlabel("staleness of trained episodes, mean")
-        axes.set_ylabel(label)
-    _legend(figure, panels)
-    return figure
-
-
 def learning(rows: Sequence[Setting]) -> Any:
     """Return a figure of held-out accuracy and of the policy's reward, by version and by time; None without curves.
 
@@ -188,7 +151,7 @@ def learning(rows: Sequence[Setting]) -> Any:
     chosen = _chosen(order) if len(order) <= MOST_LINES else best + _chosen(others)[: MOST_LINES - len(best)]
     shown = [row for row in order if row in chosen]
     has_evals = all(len(run.evals) > 2 for row in shown for run in row.runs)
-    has_rewards = all(len(run.policy_curve.points) > 1 for row in shown for run in row.runs)
+    has_rewards = all(len(run.policy_curve) > 1 for row in shown for run in row.runs)
     has_times = not any(row.exact for row in shown)
     curves: list[tuple[str, str, Curve]] = []
     if has_evals:
@@ -197,9 +160,9 @@ def learning(rows: Sequence[Setting]) -> Any:
             curves.append((SECONDS, "held-out accuracy", lambda run: _columns(run.evals, 1, 2)))
     if has_rewards:
         label = "reward of the policy, smoothed"
-        curves.append(("policy version", label, lambda run: _reward(run, [p.version for p in run.policy_curve.points])))
+        curves.append(("policy version", label, lambda run: _reward(run, [p.version for p in run.policy_curve])))
         if has_times:
-            curves.append((SECONDS, label, lambda run: _reward(run, [p.served_s for p in run.policy_curve.points])))
+            curves.append((SECONDS, label, lambda run: _reward(run, [p.served_s for p in run.policy_curve])))
     if not curves:
         return None
     figure, panels = _panels(len(curves), width=5.0)
@@ -225,7 +188,7 @@ def _columns(points: Sequence[Sequence[float]], x: int, y: int) -> tuple[list[fl
 
 
 def _reward(run: Run, xs: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    points = run.policy_curve.points
+    points = run.policy_curve
     rewards, weights = [point.reward for point in points], [point.episodes for point in points]
     return xs, smooth(rewards, weights, max(1, len(points) // 15))
 

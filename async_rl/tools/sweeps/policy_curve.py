@@ -36,55 +36,28 @@ class PolicyPoint:
     episodes: float
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyCurve:
-    """The mean reward of each version of one run, as far as known, in ascending order. Empty if the run was too short.
+def evaluations_of(curve: Sequence[PolicyPoint]) -> list[tuple[float, float]]:
+    """Return (version, reward) for spans of versions, for efficiency.py: 0, 1, 2, 3, 4 to 5, 6 to 8, 9 to 12 ...
+
+    A span is about half as long as its first version, so slow and fast curves are described equally well.
     """
-
-    points: tuple[PolicyPoint, ...] = ()
-    end_s: float = math.nan
-    """When the first version after `points` was served, in seconds since the end of the first step."""
-
-    def mean_over_time(self, until_s: float) -> float:
-        """Return the mean reward of the served policy over the time from the end of the first step until `until_s`.
-
-        A version without answers counts as the one before it. The result is nan if the curve ends before that time, or
-        starts later.
-        """
-        if not self.points or not 0 < until_s <= self.end_s:
-            return math.nan
-        ends = [*(point.served_s for point in self.points[1:]), self.end_s]
-        spans = [
-            (min(end_s, until_s) - max(point.served_s, 0.0), point.reward)
-            for point, end_s in zip(self.points, ends, strict=True)
-        ]
-        spans = [(span_s, reward) for span_s, reward in spans if span_s > 0]
-        if not spans:
-            return math.nan
-        return math.fsum(span_s * reward for span_s, reward in spans) / math.fsum(span_s for span_s, _ in spans)
-
-    def evaluations(self) -> list[tuple[float, float]]:
-        """Return (version, reward) for spans of versions, for efficiency.py: 0, 1, 2, 3, 4 to 5, 6 to 8, 9 to 12 ...
-
-        A span is about half as long as its first version, so slow and fast curves are described equally well.
-        """
-        means = []
-        for _, found in groupby(self.points, key=lambda point: _span(point.version)):
-            points = list(found)
-            episodes = math.fsum(point.episodes for point in points)
-            version = math.fsum(point.episodes * point.version for point in points) / episodes
-            means.append((version, math.fsum(point.episodes * point.reward for point in points) / episodes))
-        return means
+    means = []
+    for _, found in groupby(curve, key=lambda point: _span(point.version)):
+        points = list(found)
+        episodes = math.fsum(point.episodes for point in points)
+        version = math.fsum(point.episodes * point.version for point in points) / episodes
+        means.append((version, math.fsum(point.episodes * point.reward for point in points) / episodes))
+    return means
 
 
-def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
-    """Return a run's learning curve: the mean reward of each policy version, and when it was served.
+def policy_curve(steps: Sequence[Step]) -> tuple[PolicyPoint, ...]:
+    """Return a run's learning curve: the mean reward of each version, as far as known, in ascending order.
 
     Args:
         steps: the records of the run's steps in metrics.jsonl, in order.
     """
     if not steps:
-        return PolicyCurve()
+        return ()
     credited: dict[int, list[tuple[float, float]]] = {}
     oldest = 0
     for step in steps:
@@ -100,7 +73,7 @@ def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
             episodes = math.fsum(count for count, _ in credited[version])
             reward = math.fsum(count * mean for count, mean in credited[version]) / episodes
             points.append(PolicyPoint(version, served_s[version], reward, episodes))
-    return PolicyCurve(tuple(points), served_s.get(end, math.nan) if points else math.nan)
+    return tuple(points)
 
 
 def _by_staleness(step: Step) -> Iterator[tuple[int, float, float]]:
@@ -122,12 +95,3 @@ def _span(version: int) -> int:
     while version >= (following := first + max(1, first // 2)):
         first = following
     return first
-
-
-def mean_rewards(curves: Sequence[PolicyCurve]) -> tuple[list[float], float]:
-    """Return the mean reward over time of each curve, and the seconds over which it is taken, which all curves have.
-
-    A curve without points, or that ends with the first step, has nan and does not shorten that time.
-    """
-    until_s = min((curve.end_s for curve in curves if curve.points and curve.end_s > 0), default=math.nan)
-    return [curve.mean_over_time(until_s) for curve in curves], until_s

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.metrics import PLAIN
 from async_rl.tools.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.tools.sweeps.plan import Measured, compare
-from async_rl.tools.sweeps.plots import CAPTIONS, draw_all
+from async_rl.tools.sweeps.plots import draw_all
 from async_rl.tools.sweeps.results import read_runs
 from async_rl.tools.sweeps.settings import (
     SPEEDS,
@@ -25,13 +24,12 @@ from async_rl.tools.sweeps.settings import (
     best_rows,
     bounds_compared,
     cautions,
-    corrections_compared,
     efficiency_unknown,
     recommendation,
     settings_of,
     worth_keys,
 )
-from async_rl.tools.sweeps.tables import Table, tables_in
+from async_rl.tools.sweeps.tables import Table
 
 Columns = dict[str, tuple[str, str]]
 """The (heading, number format) of each column, by the name of its value. Columns that no run measured are left out."""
@@ -62,7 +60,6 @@ LEARNING: Columns = {
     "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
     "improvement": ("improvement", "{:+.3f}"),
-    "policy_reward": ("reward of the policy, mean over the time", "{:.3f}"),
     "reward_mean": ("reward of the batches, mean", "{:.3f}"),
     "truncated": ("IS weights beyond cap or floor", "{:.2%}"),
     "masked": ("tokens masked as too old", "{:.2%}"),
@@ -70,11 +67,6 @@ LEARNING: Columns = {
     "clipped_negative": ("tokens clipped, advantage below 0", "{:.2%}"),
     "grad_norm": ("gradient norm", "{:.3g}"),
     "entropy_end": ("entropy, end", "{:.3f}"),
-}
-TAILS: Columns = {
-    "kl_p95": ("KL of a step, 95th percentile", "{:.2g}"),
-    "is_variance_p95": ("IS-weight variance of a step, 95th percentile", "{:.2g}"),
-    "is_weight_largest": ("largest IS weight", "{:.3g}"),
 }
 TINY = 1e-6
 """A smaller value, such as the KL of synchronous training, is rounding noise: tables show 0."""
@@ -89,11 +81,9 @@ NOTES = (
     "last tenth of the steps minus that of the first. By it no setting is ranked: a learning curve is concave, so it "
     "flatters stale runs.",
     "The learner is utilised while it computes an update, the rollout pool while a group is in flight and no push "
-    "pauses it. The work-conserving bound is the sum of both if neither pool ever waited without need. Predictions "
-    "come from the simulator; - where it does not cover the run's rules. Exact mode has no times.",
+    "pauses it. Predictions come from the simulator; - where it does not cover the run's rules.",
     "KL is the divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the ratios of "
-    "proximal over behaviour probability before truncation; their variance is the median over the steps. The worst "
-    "steps: quantiles over the steps of a run, then the mean over seeds.",
+    "proximal over behaviour probability before truncation; their variance is the median over the steps.",
     "The reward of the policy: the answers of batch v that are s versions old count for version v - s, and a version "
     "for the time in which it is served. The rewards of the batches lag by the staleness, which flatters fresh runs.",
 )
@@ -111,52 +101,22 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 def write_report(folder: Path) -> str:
     """Write table.md, {runs,evals,metrics}.csv, plots/*.png and report.html into `folder`. Returns the text to print.
 
-    If a sweep's cells are missing, as in one committed to git, only report.html is made, from table.md, metrics.csv
-    and the plots.
-
     Raises:
-        ConfigError: the folder has no finished run, or can't be written to.
-    """
-    try:
-        is_complete = any((folder / name).exists() for name in ("cells", "summary.json"))
-        if not is_complete and (folder / "table.md").is_file():
-            tables, sentences, pictures = _of_earlier_report(folder)
-        else:
-            tables, sentences, pictures = _made_of_runs(folder)
-        (folder / "report.html").write_text(_page(folder, tables, sentences, pictures))
-    except OSError as error:
-        raise ConfigError(
-            f"a report in {folder} can't be written: {error.filename or folder}: {error.strerror}. Copy the folder to "
-            "where you may write, and make the report of the copy"
-        ) from None
-    return _markdown(tables) + "\n" + "\n".join(sentences)
-
-
-def _made_of_runs(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]]:
-    """Write table.md, the CSV files and the plots from the finished runs. Returns (tables, sentences, {plot: caption}).
+        ConfigError: the folder has no finished run.
     """
     rows = settings_of(read_runs(folder))
     measured = compare(rows)
     found = (
-        value_table(rows, shown_columns(rows), "The trade-off"), *bounds_compared(rows), *corrections_compared(rows),
-        prediction(measured), value_table(rows, LEARNING, "What was learned"), value_table(rows, SYSTEM, "The system"),
-        value_table(rows, TAILS, "The worst steps"),
+        value_table(rows, shown_columns(rows), "The trade-off"), *bounds_compared(rows), prediction(measured),
+        value_table(rows, LEARNING, "What was learned"), value_table(rows, SYSTEM, "The system"),
     )  # fmt: skip
     tables = [table for table in found if table]
-    said = [recommendation(rows), *efficiency_unknown(rows), seconds_compared(rows), *cautions(rows)]
-    sentences = [text for text in said if text]
+    sentences = [text for text in (recommendation(rows), *efficiency_unknown(rows), *cautions(rows)) if text]
     (folder / "table.md").write_text("\n\n".join([*sentences, _markdown(tables), *NOTES]) + "\n")
-    _write_csvs(rows, folder)
+    metrics = _write_csvs(rows, folder)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
-    return tables, sentences, pictures
-
-
-def _of_earlier_report(folder: Path) -> tuple[list[Table], list[str], dict[Path, str]]:
-    """Return the same as `_made_of_runs`, read from an earlier report's table.md and plots/."""
-    text = (folder / "table.md").read_text()
-    sentences = [sentence for sentence in text.partition("## ")[0].split("\n\n") if sentence]
-    plots = {folder / "plots" / f"{name}.png": caption for name, caption in CAPTIONS.items()}
-    return tables_in(text), sentences, {file: caption for file, caption in plots.items() if file.is_file()}
+    (folder / "report.html").write_text(_page(folder, tables, metrics, sentences, pictures))
+    return _markdown(tables) + "\n" + "\n".join(sentences)
 
 
 def _markdown(tables: Sequence[Table]) -> str:
@@ -167,12 +127,6 @@ def shown_columns(rows: Sequence[Setting]) -> Columns:
     """Return the columns TRADE_OFF with the efficiency by accuracy or, if that is not known, by sampled reward."""
     others = {*WORTH, *WORTH_BY_REWARD} - {*worth_keys(rows)}
     return {key: column for key, column in TRADE_OFF.items() if key not in others}
-
-
-def seconds_compared(rows: Sequence[Setting]) -> str:
-    """Return a sentence that says over which seconds the policies' rewards are averaged; "" if they are not known."""
-    found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
-    return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
 
 
 def value_table(rows: Sequence[Setting], columns: Columns, title: str) -> Table | None:
@@ -198,7 +152,7 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
     """Return a table of measured and predicted utilisation and staleness at each bound; None without `measured`."""
     header = (
         "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
-        "predicted", "both pools, measured", "work-conserving bound", "share of the bound",
+        "predicted",
     )  # fmt: skip
 
     def text(value: float | None, form: str = "{:.1%}") -> str:
@@ -209,17 +163,15 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
         learner, rollout, staleness = (
             getattr(m.predicted, name, None) for name in ("utilisation", "rollout", "mean_staleness")
         )
-        both = m.learner + m.rollout
         lines.append([
             str(m.staleness), text(m.learner), text(learner), text(m.rollout), text(rollout),
-            text(m.staleness_mean, "{:.2f}"), text(staleness, "{:.2f}"), text(both), text(m.bound),
-            text(both / m.bound),
+            text(m.staleness_mean, "{:.2f}"), text(staleness, "{:.2f}"),
         ])  # fmt: skip
-    return Table(header, lines, "Utilisation: measured, predicted, possible") if measured else None
+    return Table(header, lines, "Utilisation: measured and predicted") if measured else None
 
 
-def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
-    """Write runs.csv, evals.csv and metrics.csv.
+def _write_csvs(rows: Sequence[Setting], folder: Path) -> Table:
+    """Write runs.csv, evals.csv and metrics.csv; return the table of the last one.
 
     runs.csv has a line for every run, evals.csv one for every held-out evaluation, metrics.csv one for every metric:
     how it is reduced over steps, its unit, and its figure in each run.
@@ -245,7 +197,9 @@ def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
         each = declared.get(key, PLAIN)
         how = f"{each.over_steps} by {each.by}" if each.by else each.over_steps
         lines.append([key, how, each.unit, *(f"{of_run.get(key, math.nan):.6g}" for of_run in figures)])
-    _write_csv(folder / "metrics.csv", ["metric", "over steps", "unit", *labels], lines)
+    every_metric = Table(["metric", "over steps", "unit", *labels], lines)
+    _write_csv(folder / "metrics.csv", every_metric.header, lines)
+    return every_metric
 
 
 def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
@@ -253,10 +207,13 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]
         csv.writer(file).writerows([header, *lines])
 
 
-def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Mapping[Path, str]) -> str:
+def _page(
+    folder: Path, tables: Sequence[Table], metrics: Table, sentences: Sequence[str], pictures: Mapping[Path, str]
+) -> str:
     """Return the HTML page with all pictures embedded. It begins with the sentences and the trade-off.
 
     Args:
+        metrics: the table of every metric, which the page shows collapsed.
         pictures: {file: caption}.
     """
     name = html.escape(folder.resolve().name)
@@ -267,9 +224,10 @@ def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictu
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     said = [f'<p class="{"note" if place else "lead"}">{html.escape(text)}</p>' for place, text in enumerate(sentences)]
     shown = [f'<div class="wide">{table.html()}</div>' for table in tables]
+    every = f'<details><summary>Every metric</summary><div class="wide">{metrics.html()}</div></details>'
     parts = [
         f"<h1>{name}</h1>", *said[:1], *figures[:1], *said[1:], *shown[:2], *figures[1:], *shown[2:],
-        *(f'<p class="note">{html.escape(note)}</p>' for note in NOTES), _every_metric(folder), _origin(folder),
+        *(f'<p class="note">{html.escape(note)}</p>' for note in NOTES), every, _origin(folder),
     ]  # fmt: skip
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
@@ -277,31 +235,15 @@ def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictu
     )
 
 
-def _every_metric(folder: Path) -> str:
-    """Return metrics.csv as a collapsed HTML table; "" without the file."""
-    if not (folder / "metrics.csv").is_file():
-        return ""
-    with (folder / "metrics.csv").open(newline="") as file:
-        header, *rows = csv.reader(file)
-    table = Table(header, rows).html()
-    return f'<details><summary>Every metric</summary><div class="wide">{table}</div></details>'
-
-
 def _origin(folder: Path) -> str:
-    """Return how the results were made, as HTML: command, machine, commits, and the config of the first run.
-
-    A sweep also saves that config as first_run.yaml, for the time when its cells are deleted.
-    """
-    plan_file, kept = folder / "sweep.json", folder / "first_run.yaml"
+    """Return how the results were made, as HTML: command, machine, commits, and the config of the first run."""
+    plan_file = folder / "sweep.json"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
     commits = {record.commit for record in finished_cells(folder).values()} - {""}
     facts = {"command": plan.get("command", ""), **plan.get("machine", {})}
     if commits:
         facts["commit"] = ", ".join(sorted(commits))  # cells of one sweep may come from several commits
     config = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
-    if config and (folder / "cells").is_dir():
-        kept.write_text(config)
-    config = config or (kept.read_text() if kept.is_file() else "")
     lines = "\n".join(f"{key}: {value}" for key, value in facts.items() if value)
     return (
         f"<h2>How it was made</h2><pre>{html.escape(lines)}</pre><details><summary>Config of the first run</summary>"

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
@@ -31,7 +29,7 @@ from async_rl.tools.sweeps.cells import (
     read_record,
 )
 from async_rl.tools.sweeps.efficiency import Evaluations
-from async_rl.tools.sweeps.policy_curve import PolicyCurve, policy_curve
+from async_rl.tools.sweeps.policy_curve import PolicyPoint, policy_curve
 
 Step = dict[str, float | None]
 SYSTEM_VALUES = (
@@ -53,8 +51,13 @@ class Run:
     """(version, seconds since the end of the first step, held-out accuracy) of every evaluation. If weights
     changed while answers were sampled, the version is the newest one that sampled."""
     folder: Path
-    exact: bool = False
-    """Whether the run had staleness.mode exact. Its times say nothing about the system then."""
+    config: dict[str, Any]
+    """The resolved configuration that the run wrote."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run had staleness.mode exact. Its times say nothing about the system then."""
+        return bool(self.config["staleness"]["mode"] == "exact")
 
     @property
     def staleness(self) -> Bound:
@@ -74,13 +77,7 @@ class Run:
         return [(version, accuracy) for version, _, accuracy in self.evals]
 
     @cached_property
-    def seconds(self) -> list[float]:
-        """When each step of `steps` ended, in seconds since the end of the first step."""
-        return seconds_at(self.steps)
-
-    @cached_property
-    def policy_curve(self) -> PolicyCurve:
-        """The reward of each policy version."""
+    def policy_curve(self) -> tuple[PolicyPoint, ...]:
         return policy_curve(self.steps)
 
     @cached_property
@@ -98,25 +95,9 @@ class Run:
         value = self.figures.get(key)
         return math.nan if value is None else value
 
-    def quantile(self, key: str, share: float) -> float:
-        """Return the quantile `share` of the metric `key` over the steps; nan if no step measured it.
-
-        The first step is left out. Between two steps it is interpolated; share 1 is the largest value.
-        """
-        values = [value for _, _, value in self.points(key, first=1)]
-        return float(np.quantile(values, share)) if values else math.nan
-
-    def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
-        """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`.
-
-        Args:
-            first: the index of the first step that counts.
-        """
-        return [
-            (step.get("step") or 0.0, seconds, value)
-            for step, seconds in zip(self.steps[first:], self.seconds[first:], strict=True)
-            if (value := step.get(key)) is not None
-        ]
+    def measured(self, key: str) -> list[float]:
+        """Return the values of the metric `key`, of every step that measured it."""
+        return [value for step in self.steps if (value := step.get(key)) is not None]
 
     @property
     def accuracy_start(self) -> float:
@@ -137,7 +118,7 @@ class Run:
         """
         if self.evals:
             return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan
-        rewards = [value for _, _, value in self.points("reward/mean")]
+        rewards = self.measured("reward/mean")
         tenth = max(1, len(rewards) // 10)
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
 
@@ -165,16 +146,13 @@ class Run:
             "accuracy_end": self.accuracy_end,
             "reward_mean": self.figure("reward/mean"),
             "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),
-            "kl_p95": self.quantile(KL, 0.95),
-            "is_variance_p95": self.quantile(IS_VARIANCE, 0.95),
-            "is_weight_largest": self.quantile("offpolicy/is_weight_max", 1),
             "truncated": self.figure("offpolicy/truncated_fraction"),
             "masked": self.figure("staleness/masked_fraction"),
             "clipped_positive": self.figure("offpolicy/clip_fraction_positive"),
             "clipped_negative": self.figure("offpolicy/clip_fraction_negative"),
             "grad_norm": self.figure("policy/grad_norm"),
             "dropped": dropped / (dropped + trained) if dropped + trained else math.nan,
-            "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
+            "entropy_end": entropies[-1] if (entropies := self.measured("policy/entropy")) else math.nan,
         }
         return values | (dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {})
 
@@ -235,5 +213,4 @@ def _read_run(folder: Path) -> Run:
     last_step = int(max((step["step"] or 0 for step in steps), default=0))
     if not is_of_newest_end(summary, last_step, folder):
         raise ConfigError(f"the run in {folder} has not ended: a report needs the summary.json of its end")
-    is_exact = config["staleness"]["mode"] == "exact"
-    return Run(labels, summary, steps, evals, folder, is_exact)
+    return Run(labels, summary, steps, evals, folder, config)

@@ -2,29 +2,20 @@
 
 The efficiency of a step (efficiency.py) is computed from held-out accuracy, compared with synchronous training. If that
 is not possible, it is computed from the rewards of the policies (policy_curve.py), compared with the setting at the
-lowest staleness, and has another name. Mean rewards are taken over the seconds that all runs have.
+lowest staleness, and has another name.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from async_rl.tools.sweeps.cells import SEED, STALENESS, Bound, read_record
+from async_rl.tools.sweeps.cells import SEED, STALENESS, Bound
 from async_rl.tools.sweeps.efficiency import Evaluations, effective_steps, why_unknown
-from async_rl.tools.sweeps.policy_curve import mean_rewards
+from async_rl.tools.sweeps.policy_curve import evaluations_of
 from async_rl.tools.sweeps.results import Run
-from async_rl.tools.sweeps.statistics import (
-    CONFIDENCE,
-    Estimate,
-    estimate,
-    holm,
-    p_value,
-    ratio_text,
-    stratified,
-)
+from async_rl.tools.sweeps.statistics import CONFIDENCE, Estimate, estimate, holm, p_value, ratio_text
 from async_rl.tools.sweeps.tables import Table
 
 WORTH = ("efficiency", "effective_steps_per_minute")
@@ -100,11 +91,6 @@ def settings_of(runs: Iterable[Run]) -> list[Setting]:
     for row in rows:
         row.values.update(zip(WORTH, _worth(row, synchronous_runs(rows, row)), strict=True))
         row.values.update(zip(WORTH_BY_REWARD, _worth_by_reward(row, _others(rows, row)), strict=True))
-    rewards, seconds = mean_rewards([run.policy_curve for row in rows if not row.exact for run in row.runs])
-    found = iter(rewards)
-    for row in rows:
-        row.values["policy_reward"] = [math.nan if row.exact else next(found) for _ in row.runs]
-        row.values["policy_seconds"] = [math.nan if row.exact else seconds] * len(row.runs)
     return rows
 
 
@@ -118,12 +104,12 @@ def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
 
 def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float]]:
     other = _lowest(others)
-    curves = [run.policy_curve.evaluations() for run in other.runs]
+    curves = [evaluations_of(run.policy_curve) for run in other.runs]
     if len(others) == 1 or why_unknown(curves, "reward") or _lacks_error(row, other.runs):
         return [[math.nan] * len(row.runs)] * 2
     if row is other:
         return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
-    return _compared(row, other.runs, lambda run: run.policy_curve.evaluations(), within=True)
+    return _compared(row, other.runs, lambda run: evaluations_of(run.policy_curve), within=True)
 
 
 def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
@@ -151,11 +137,7 @@ def _compared(
 
 
 def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
-    """Return sentences that say for which rows the efficiency can't be computed, and why; [] for a single row.
-
-    If no row has it, and it could be computed from sampled rewards, the last sentence says which rows that compares
-    with.
-    """
+    """Return sentences that say for which rows the efficiency can't be computed, and why; [] for a single row."""
     if len(rows) == 1:
         return []
     reasons: dict[str, list[Setting]] = {}
@@ -171,9 +153,6 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
     for reason, without in reasons.items():
         names = "" if len(without) == len(rows) else f" at {'; '.join(row.name for row in without)}"
         sentences.append(f"How many synchronous steps a step is worth{names} can't be told: {reason}.")
-    if any(row.has("efficiency_sampled") for row in rows) and not any(row.has("efficiency") for row in rows):
-        compared = {other.name: other for row in rows if (other := _lowest(_others(rows, row))) is not row}
-        sentences.append(f"By sampled reward, a step is compared with those at {'; '.join(compared)}.")
     return sentences
 
 
@@ -193,9 +172,6 @@ def _others(rows: Sequence[Setting], row: Setting) -> list[Setting]:
     """Return the rows, including `row`, with the same labels as `row` on all axes outside the section `staleness`."""
     return [other for other in rows if other.beside_staleness == row.beside_staleness]
 
-
-def baseline(rows: Sequence[Setting], row: Setting) -> Setting:
-    return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)
 
 SPEEDS = {
     "effective_steps_per_minute": ("effective steps per minute", "{:.1f}"),
@@ -315,7 +291,10 @@ def bounds_compared(rows: Sequence[Setting]) -> list[Table]:
     seeds, 6 % still have one below 0.05.
     """
     key = speed_key(rows)
-    return [_bounds_table(order, baseline(rows, order[0]), key) for order in ranked(rows) if order[1:]]
+    return [
+        _bounds_table(order, _lowest([row for row in rows if row.series == order[0].series]), key)
+        for order in ranked(rows) if order[1:]
+    ]  # fmt: skip
 
 
 def _bounds_table(order: Sequence[Setting], base: Setting, key: str) -> Table:
@@ -333,55 +312,12 @@ def _bounds_table(order: Sequence[Setting], base: Setting, key: str) -> Table:
     return Table(header, lines, "Which setting learns fastest", best=(0,) if _has_improved(best, key) else ())
 
 
-def _number(value: float, form: str = "{:.2g}") -> str:
-    return "-" if math.isnan(value) else form.format(value)
-
-
-def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
-    """Return tables that compare each correction with none, for runs with staleness.mode exact; [] without such runs.
-
-    One table compares the improvement, one the mean reward, at each staleness.max above 0 and on average over these.
-    Holm's correction is applied to all averages of a table together, and to all its single comparisons.
-    """
-    pairs: dict[str, list[tuple[Setting, Setting]]] = {}
-    exact = [row for row in rows if row.exact and row.staleness.max > 0]
-    for row, other in itertools.product(exact, exact):
-        ours, none = dict(row.series), dict(other.series)
-        correction = ours.pop("correction", "none")
-        is_same_setting = none.pop("correction", "") == "none" and ours == none and row.staleness == other.staleness
-        if correction != "none" and is_same_setting:
-            pairs.setdefault(correction, []).append((row, other))
-    measured = [key for key in ("improvement", "reward_mean") if any(row.has(key) for row in exact)]
-    return [_correction_table(pairs, key) for key in measured if pairs]
-
-
-def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str) -> Table:
-    singles, averages = [], []
-    for correction, found in pairs.items():
-        values = [(row.values[key], other.values[key]) for row, other in found]
-        averages.append((correction, "average", *stratified(values)))
-        for (row, _), (ours, none) in zip(found, values, strict=True):
-            difference = estimate(ours).mean - estimate(none).mean
-            singles.append((correction, str(row.staleness), difference, p_value(ours, none)))
-    lines = [
-        [correction, staleness, _number(difference, "{:+.3f}"), _number(p), _number(corrected)]
-        for tests in (averages, singles)
-        for (correction, staleness, difference, p), corrected in zip(tests, holm([t[3] for t in tests]), strict=True)
-    ]
-    header = ("correction", "exact staleness", "difference from none", "p, no difference", "p, Holm's correction")
-    return Table(header, lines, f"Corrections: {key.replace('_', ', ')}")
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2g}"
 
 
 def cautions(rows: Sequence[Setting]) -> list[str]:
-    """Return sentences that name runs whose values are not comparable: ended early, not evaluated, or resumed."""
+    """Return a sentence that names the runs that ended early; [] if none did."""
     runs = [run for row in rows for run in row.runs]
     early = [f"{run.folder.name} ({run.summary['ended'].rstrip('.')})" for run in runs if run.summary.get("ended")]
-    without = [run.folder.name for run in runs if run.evals and math.isnan(run.improvement)]
-    resumed = [run.folder.name for run in runs if (record := read_record(run.folder)) and record.resumed]
-    sentences = {
-        "These runs ended early and count with the steps they took: {}.": early,
-        "These runs have no held-out evaluation of their start or of their end, so their settings have no improvement: "
-        "{}.": without,
-        "These runs went on from a checkpoint, so their times are of parts: {}.": resumed,
-    }
-    return [sentence.format("; ".join(names)) for sentence, names in sentences.items() if names]
+    return [f"These runs ended early and count with the steps they took: {'; '.join(early)}."] if early else []

@@ -43,22 +43,6 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float:
         return float(stats.ttest_ind(a, b, equal_var=False).pvalue)
 
 
-def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
-    """Return the mean of mean(a) - mean(b) over the strata (a, b) in `pairs`, and its p-value (Satterthwaite 1946)."""
-    difference = float(np.mean([np.mean(a) - np.mean(b) for a, b in pairs]))
-    sides = [side for pair in pairs for side in pair]
-    if min(len(side) for side in sides) < 2:
-        return difference, math.nan
-    variances = [float(np.var(side, ddof=1)) / len(side) / len(pairs) ** 2 for side in sides]
-    total = math.fsum(variances)
-    if total == 0:
-        return difference, math.nan
-    from scipy import stats
-
-    df = total**2 / math.fsum(v**2 / (len(side) - 1) for v, side in zip(variances, sides, strict=True))
-    return difference, float(2 * stats.t.sf(abs(difference) / math.sqrt(total), df))
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for their number by Holm's method (1979). A nan stays nan and does not count.
 

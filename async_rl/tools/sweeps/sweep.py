@@ -29,7 +29,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
-from async_rl.base.run_dir.checkpoints import lineage_of, list_checkpoints
+from async_rl.base.run_dir.checkpoints import list_checkpoints
 from async_rl.base.run_dir.files import write_whole
 from async_rl.base.run_dir.resuming import is_complete
 from async_rl.base.run_dir.run_dir import create_folder, has_locked, is_locked
@@ -51,7 +51,6 @@ from async_rl.tools.sweeps.cells import (
     named_axis,
     note_start,
     read_record,
-    run_seconds,
     seed_axis,
     staleness_axis,
     write_record,
@@ -233,9 +232,8 @@ def _train(
     if error:
         progress.failed[cell.name] = error
     else:
-        seconds = max(time.monotonic() - start_s, run_seconds(cell.folder))  # with the parts before this one
-        resumes = lineage_of(cell.folder)
-        write_record(cell, make_record(cell, config, seconds, shlex.join(command), commit, resumes))
+        seconds = time.monotonic() - start_s
+        write_record(cell, make_record(cell, config, seconds, shlex.join(command), commit))
         progress.seconds[cell.name] = seconds
     progress.print(cell, error or f"took {seconds:.0f} s")
 

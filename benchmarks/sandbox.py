@@ -138,7 +138,7 @@ def works() -> dict[str, Work]:
 
 def measure(work: Work, kind: Any, at_once: int, seconds: float) -> tuple[float, float]:
     """Return the answers scored a second, and the milliseconds of processor time of each."""
-    checker = CodeChecker(sandbox=sandbox_of(SandboxConfig(kind=kind), work.settings), settings=work.settings)
+    checker = CodeChecker(sandbox=sandbox_of(SandboxConfig(kind=kind)), settings=work.settings)
     question = Question(messages=(), ground_truth=work.tests)
     assert checker.score(question, work.answer).score == 1
     began_s, began_cpu_s = time.monotonic(), sum(os.times()[:4])

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import pickle
 import queue
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
-
-import reasoning_gym
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
@@ -80,10 +76,7 @@ class ReasoningGymScorer:
         self._dataset, self._compares = dataset, compares
         self._scores: OrderedDict[tuple[str, Any, Any], float | str] = OrderedDict()
         """The newest scores from sandboxes, by (question, right answer, answer). A text is the reason for no score."""
-        package = os.path.dirname(os.path.abspath(reasoning_gym.__file__))
-        self.sandbox = Bubblewrap(
-            python=sys.executable, libraries=[os.path.dirname(package)], is_contained=is_contained
-        )
+        self.sandbox = Bubblewrap(is_contained=is_contained)
         setup = _SETUP.format(dataset=base64.b64encode(pickle.dumps((name, settings))))
         self._idle: queue.LifoQueue[Interpreter] = queue.LifoQueue()
         for _ in range(min(_MOST_SANDBOXES, num_children())):

@@ -24,13 +24,11 @@ import builtins
 import itertools
 import json
 import math
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,99}")
 _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
 
 
@@ -65,7 +63,8 @@ class Case:
         try:
             coded = json.loads(result)
             if self.kind == "value":
-                return _is_expected(without_tuples(decode(coded)), self.expected)
+                value = as_json(decode(coded))
+                return self.expected in (value, [value])  # [x] for x, as in verl
             return isinstance(coded, list) and self.expected.is_passed_by([decode(each) for each in coded])
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
@@ -84,7 +83,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
     if not isinstance(tests, Mapping):
         raise ValueError(f"tests must be {_SCHEMAS}, got {type(tests).__name__}")
     if asserts := _listed(tests, "assert_case"):
-        return [_assert_case(_text(code)) for code in asserts]
+        return list(map(_assert_case, asserts))
     inputs, outputs = _listed(tests, "inputs"), _listed(tests, "outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise ValueError(f"tests must be {_SCHEMAS}, with as many outputs as inputs, got keys {sorted(tests)}")
@@ -137,12 +136,14 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
     return Case(suffix=suffix, marker=marker, expected=expected, kind="value")
 
 
-def _assert_case(code: str) -> Case:
+def _assert_case(code: Any) -> Case:
     """Return the test case for code with asserts.
 
     An assert such as `f(2) == 4` is taken apart: the program computes f(2), and this process compares. If an assert
     can't be taken apart, the program evaluates all of them.
     """
+    if not isinstance(code, str):
+        raise ValueError(f"assert_case must be a list of code, got {code!r:.80}")
     marker = secrets.token_hex(8)
     if taken := take_apart(code):
         keep = f"def {KEEP}(value): _results.append(_encode_result(value))"
@@ -153,39 +154,14 @@ def _assert_case(code: str) -> Case:
     return Case(suffix=suffix, marker=marker, kind="inside")
 
 
-def _is_expected(value: Any, expected: Any) -> bool:
-    """Return whether a function has returned the expected value. As in verl, an expected [x] allows x too.
-
-    An expected mapping, whose keys JSON turned into text, allows whole numbers as keys too.
-    """
-    meant = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
-    return any(value == each or value == _with_numbers(each) for each in meant)
-
-
-def _with_numbers(value: Any) -> Any:
-    """Return a copy of a value. A mapping whose keys are all whole numbers as text has these numbers as keys."""
-    if isinstance(value, list):
-        return [_with_numbers(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    are_numbers = all(isinstance(key, str) and _WHOLE_NUMBER.fullmatch(key) for key in value)
-    return {int(key) if are_numbers else key: _with_numbers(each) for key, each in value.items()}
-
-
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _text(code: Any) -> str:
-    if not isinstance(code, str):
-        raise ValueError(f"assert_case must be a list of code, got {code!r:.80}")
-    return code
 
 
 ENCODE = '''
 import builtins as _builtins
 def _encode_result(v):
-    from builtins import TypeError, bytearray, bytes, complex, dict, float, frozenset, hasattr, int, isinstance, list
+    from builtins import TypeError, bytearray, bytes, dict, float, frozenset, hasattr, int, isinstance, list
     from builtins import set, str, tuple, type
     def join(items): return "[" + ",".join(list(items)) + "]"
     if v is None: return "null"
@@ -194,16 +170,14 @@ def _encode_result(v):
     if isinstance(v, str): return '["str","' + str.encode(v, "utf-8", "surrogatepass").hex() + '"]'
     if isinstance(v, int): return int.__repr__(v)
     if isinstance(v, float): return '["float","' + float.__repr__(v) + '"]'
-    if isinstance(v, complex): return '["complex","' + complex.__repr__(v) + '"]'
-    if isinstance(v, bytes): return '["bytes","' + bytes.hex(v) + '"]'
-    if isinstance(v, bytearray): return '["bytes","' + bytearray.hex(v) + '"]'
+    if isinstance(v, (bytes, bytearray)): return '["bytes","' + bytes.hex(bytes(v)) + '"]'
     for kind in (list, tuple, set, frozenset):
         if isinstance(v, kind):
             return '["' + kind.__name__ + '",' + join(_encode_result(x) for x in kind.__iter__(v)) + "]"
     if isinstance(v, dict):
         return '["dict",' + join(join((_encode_result(k), _encode_result(x))) for k, x in dict.items(v)) + "]"
     if hasattr(v, "tolist"): return _encode_result(v.tolist())
-    if hasattr(v, "__iter__"): return '["items",' + join(_encode_result(x) for x in v) + "]"
+    if hasattr(v, "__iter__"): return '["tuple",' + join(_encode_result(x) for x in v) + "]"
     raise TypeError("the result is of the type " + type(v).__name__)
 '''
 """The code of a function that returns a value as JSON, with tags for the types that JSON does not have. Its imports are
@@ -212,13 +186,6 @@ MOST_COLLISIONS = 100
 """The most members of a set or dictionary with the same hash. Building it takes time quadratic in their number."""
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """The tolerances for printed numbers with a fraction, as in verl's checker."""
-
-
-class Items(tuple[Any, ...]):
-    """The items of an iterable that is not a list, tuple or set: a range, a generator, a view. It equals no list."""
-
-    __slots__ = ()
-    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
 
 
 def decode(coded: Any) -> Any:
@@ -237,10 +204,10 @@ def decode(coded: Any) -> Any:
         case "str" | "bytes":
             data = bytes.fromhex(content)
             return data if tag == "bytes" else data.decode("utf-8", "surrogatepass")
-        case "float" | "complex":
-            return {"float": float, "complex": complex}[tag](content)
-        case "list" | "tuple" | "items":
-            return {"list": list, "tuple": tuple, "items": Items}[tag](decode(each) for each in content)
+        case "float":
+            return float(content)
+        case "list" | "tuple":
+            return {"list": list, "tuple": tuple}[tag](decode(each) for each in content)
         case "set" | "frozenset":
             return members(decode(each) for each in content)
         case "dict":
@@ -262,12 +229,12 @@ def members(items: Iterable[Any] = ()) -> set[Any]:
     return {each for same in by_hash.values() for each in same}
 
 
-def without_tuples(value: Any) -> Any:
-    """Return a value with its tuples replaced by lists, because JSON has only lists."""
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it: with lists for tuples, and with text for whole numbers as keys."""
     if isinstance(value, list | tuple):
-        return [without_tuples(each) for each in value]
+        return [as_json(each) for each in value]
     if isinstance(value, dict):
-        return {key: without_tuples(each) for key, each in value.items()}
+        return {str(key) if type(key) is int else key: as_json(each) for key, each in value.items()}
     return value
 
 

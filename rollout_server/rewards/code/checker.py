@@ -6,25 +6,24 @@ dies, there is no verdict.
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import re
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.config.section import PathText, section
+from async_rl.base.config.section import section
 from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.cores import usable_cores
 from rollout_server.question import Question
-from rollout_server.rewards.code.cases import Case, read_cases
+from rollout_server.rewards.code.cases import read_cases
 from rollout_server.rewards.code.sandbox import (
     MARGIN_S,
     SERVICE_MARGIN_S,
@@ -54,6 +53,8 @@ PROVIDED = _provided()
 uses, because all of them take longer than Python takes to start."""
 _NOT_MAIN = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
+_WORDS = ("python", "py", "python3", "py3")
+"""The words after ``` that mark a program."""
 _BLOCK = re.compile(
     r"```[^\n`]+```(?![\w+#-]+[ \t]*\r?\n)"
     r"|(?:^[ \t]*(?:[-*+>]|\d+[.)])?[ \t]*```[ \t]*\{?\.?([\w+#-]*)[^\n`]*"
@@ -77,24 +78,9 @@ class CodeSettings:
     answer_s: PositiveFloat = 20.0
     """How long all runs of an answer may take together. Tests that are left then count as failed."""
     memory_bytes: Annotated[int, Field(ge=1 << 24)] = 512 << 20
-    """The memory that a program may use."""
-    processes: PositiveInt = 16
-    """The most processes and threads of a program. Each may use `memory_bytes`."""
-    python: PathText = ""
-    """The Python that runs the programs, which can import its packages. Empty: the Python of the run."""
+    """The memory that each process of a program may use."""
     wrap: str = ""
     """A program to run, with {answer} replaced by the whole answer. Empty: the answer's last block of code is run."""
-    command: list[str] = field(default_factory=list)
-    """For other languages: the command that runs a file, such as [node] or [bash]."""
-    languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
-    """The words after ``` that mark a program in an answer; the last such block is run. The empty word stands for
-    blocks without a word; it counts only in an answer that has no block with another of these words. The first word is
-    also the language in requests to a service at task.sandbox.url."""
-
-    @property
-    def is_python(self) -> bool:
-        """Whether programs are Python."""
-        return not self.command and self.languages[0] in ("python", "py", "python3", "py3", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,27 +93,22 @@ class CodeChecker:
     def score(self, question: Question, response: str) -> RewardResult:
         """Return 1 or 0, or with `partial` the share of tests that pass, with metrics of the runs."""
         settings, cases = self.settings, read_cases(question.ground_truth)
-        if not settings.is_python and any(case.suffix for case in cases):
-            raise ValueError("a test of a function or an assert is Python, not another language")
-        program = find_program(response, settings)
+        program = find_program(response, settings.wrap)
         if program is None:
             return RewardResult(0.0, {"no_code": 1.0, "passed": 0.0, "late": 0.0, "cheatable": 0.0})
         cases = cases[: settings.max_cases] if settings.partial else cases
         end_s = time.monotonic() + settings.answer_s
         passed, is_late = 0, False
         try:
-            shared = imports((program, *(case.suffix for case in cases))) if settings.is_python else []
+            shared = imports((program, *(case.suffix for case in cases)))
             with self.sandbox.open("\n".join(shared)) as run:
                 for case in cases:
-                    left_s = end_s - time.monotonic()
-                    if left_s <= 0:
+                    wall_s = min(settings.timeout_s, end_s - time.monotonic())
+                    if wall_s <= 0:
                         is_late = True
                         break
-                    limits = RunLimits(
-                        wall_s=min(settings.timeout_s, left_s), cpu_s=settings.timeout_s,
-                        memory_bytes=settings.memory_bytes, processes=settings.processes,
-                    )
-                    ended = run(whole_program(program, case, settings), case.stdin, limits)
+                    limits = RunLimits(wall_s=wall_s, cpu_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
+                    ended = run(whole_program(program, case.suffix), case.stdin, limits)
                     is_late |= ended.is_late
                     # The exit code alone never passes a test: what comes out must be what is expected.
                     is_passed = not ended.is_late and ended.exit_code == 0 and case.is_passed_by(ended.output)
@@ -148,36 +129,30 @@ def imports(texts: Iterable[str]) -> list[str]:
     return [PROVIDED[word] for word in words if word in PROVIDED]
 
 
-def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
+def whole_program(program: str, suffix: str) -> str:
     """Return the program to run: the answer, followed by the code of the test case.
 
-    Python programs begin with the answer's imports of __future__, which must come first, and then the imports that
-    verl's checker provides. If the case calls a function, the answer's `if __name__ == "__main__"` block does not run.
+    It begins with the answer's imports of __future__, which must come first, and then the imports that verl's checker
+    provides. If the case calls a function, the answer's `if __name__ == "__main__"` block does not run.
     """
-    if not settings.is_python:
-        return program
     futures = [each[0].strip() for each in _FUTURE.finditer(program)]
-    prelude = [*futures, *imports((program, case.suffix)), *([_NOT_MAIN] if case.suffix else [])]
-    return "\n".join((*prelude, _FUTURE.sub("pass", program), case.suffix))
+    prelude = [*futures, *imports((program, suffix)), *([_NOT_MAIN] if suffix else [])]
+    return "\n".join((*prelude, _FUTURE.sub("pass", program), suffix))
 
 
-def find_program(response: str, settings: CodeSettings) -> str | None:
-    """Return the answer's last block of code in one of the languages; None: there is none.
-
-    With `wrap`, return its program.
+def find_program(response: str, wrap: str = "") -> str | None:
+    """Return the answer's last block of Python, or `wrap` with the whole answer in it; None: there is no block.
 
     A block without a word is the program only if no block has a word: after a program it may be the program's output.
     """
-    if settings.wrap:
-        return settings.wrap.replace("{answer}", response.strip())
+    if wrap:
+        return wrap.replace("{answer}", response.strip())
     _, _, answer = response.rpartition("</think>")  # a draft in its thoughts counts only if there is no other program
     blocks = _blocks(answer) or _blocks(response)
-    languages = {each.lower() for each in settings.languages}
-    found = [code for language, code in blocks if language in languages]
-    named = [code for language, code in blocks if language and language in languages]
+    found = [code for word, code in blocks if word in _WORDS] or [code for word, code in blocks if not word]
     if not found:
         return None
-    program = (named or found)[-1].replace("\r\n", "\n")
+    program = found[-1].replace("\r\n", "\n")
     return textwrap.dedent(program) if program[:1].isspace() else program  # a block in a list is indented
 
 
@@ -190,17 +165,12 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 @asynccontextmanager
 async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Callable[..., RewardResult]]:
     """A context with the function that scores an answer."""
-    sandbox = sandbox_of(config.task.sandbox, settings)
-    if isinstance(sandbox, Bubblewrap):  # it asks the Python of programs once: no answer should wait for that
-        await asyncio.to_thread(sandbox.command_line, None)
-    yield CodeChecker(sandbox=sandbox, settings=settings).score
+    yield CodeChecker(sandbox=sandbox_of(config.task.sandbox), settings=settings).score
 
 
-def sandbox_of(config: SandboxConfig, settings: CodeSettings) -> Bubblewrap | Service:
+def sandbox_of(config: SandboxConfig) -> Bubblewrap | Service:
     """Return the sandbox that task.sandbox configures: bubblewrap or a service."""
-    if config.url:
-        return Service(url=config.url, language=settings.languages[0])
-    return Bubblewrap(python=settings.python, command=settings.command, is_contained=config.kind != "none")
+    return Service(url=config.url) if config.url else Bubblewrap(is_contained=config.kind != "none")
 
 
 def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: str) -> None:
@@ -213,16 +183,13 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
     Raises:
         ConfigError: one of the two checks failed.
     """
-    margin_s = SERVICE_MARGIN_S if config.task.sandbox.url else MARGIN_S
-    needed_s, why = settings.answer_s + margin_s, "Else a slow program would cost its whole group the reward."
-    if key.startswith("task.rewards"):
-        check(
-            needed_s <= timeout_s, f"{key}.params.answer_s", settings.answer_s,
-            f"at most {timeout_s - margin_s:g}, {margin_s:g} s less than timeouts.reward_s or its own timeout_s", why,
-        )
-    else:  # a reward that is alone has no params
-        check(needed_s <= timeout_s, "timeouts.reward_s", timeout_s, f"at least {needed_s:g} with {key} code", why)
-    sandbox_of(config.task.sandbox, settings).check()
+    margin_s, limit = SERVICE_MARGIN_S if config.task.sandbox.url else MARGIN_S, "timeouts.reward_s"
+    check(
+        settings.answer_s + margin_s <= timeout_s, limit if key == "task.reward" else f"{key}.timeout_s", timeout_s,
+        f"at least {settings.answer_s + margin_s:g}, {margin_s:g} s more than answer_s of {key}",
+        "Else a slow program would cost its whole group the reward.",
+    )
+    sandbox_of(config.task.sandbox).check()
 
 
 CODE = Reward(
@@ -230,4 +197,3 @@ CODE = Reward(
     modules=("rollout_server.rewards.code",), concurrency=max(2, usable_cores()),
     check=check_code, describe=lambda config, settings: f"programs {config.task.sandbox}",
 )
-"""The reward `code`."""

@@ -18,10 +18,9 @@ import resource
 import select
 import sys
 
-KILL, INTERRUPT, BROKEN_PIPE = 9, 2, 13
-DEFAULT, IGNORE = 0, 1
+KILL, INTERRUPT, IGNORE = 9, 2, 1
 requests, replies = open(0, "rb", closefd=False), open(1, "wb", closefd=False)  # noqa: SIM115
-is_contained, command = os.getpid() == 1, sys.argv[2:]
+is_contained = os.getpid() == 1
 sys.path += filter(None, sys.argv[1].split(":"))
 
 
@@ -74,7 +73,7 @@ def execute(program: bytes) -> int:
     return code & 255
 
 
-def run_in_child(program: bytes, file: str, files: list[int], limits: list[float]) -> None:
+def run_in_child(program: bytes, files: list[int], limits: list[float]) -> None:
     """Run a program in this child process of the interpreter, and exit."""
     exit_now, code = os._exit, 1  # a program may change `os`
     try:
@@ -83,9 +82,6 @@ def run_in_child(program: bytes, file: str, files: list[int], limits: list[float
             os.dup2(each, target)
         os.closerange(3, 256)
         limit(*limits)
-        if command:
-            _signal.signal(BROKEN_PIPE, DEFAULT)
-            os.execvp(command[0], [*command, file])
         code = execute(program)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -112,14 +108,9 @@ def run(program: bytes, given: bytes, limits: list[float]) -> None:
     files = [os.memfd_create(name) for name in ("input", "output", "errors")]  # so that the kernel bounds them
     os.write(files[0], given)
     os.lseek(files[0], 0, 0)
-    file = ""
-    if command:
-        file = f"/tmp/answer-{os.getpid()}"
-        with open(file, "wb") as written:
-            written.write(program)
     child = os.fork()
     if child == 0:
-        run_in_child(program, file, files, limits)
+        run_in_child(program, files, limits)
     ended, poll = os.pidfd_open(child), select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(0, 0)  # says when nobody waits for the reply any more
@@ -140,10 +131,6 @@ def run(program: bytes, given: bytes, limits: list[float]) -> None:
     output, errors = (os.pread(each, int(limits[3]), 0) for each in files[1:])
     for each in files:
         os.close(each)
-    try:  # noqa: SIM105  # contextlib starts slowly
-        os.unlink(file)
-    except OSError:  # there is none, or the program has removed it
-        pass
     code, cpu_s = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
     write(b"%d %d %f %d %d" % (code, not found, cpu_s, len(output), len(errors)), output + errors)
 

@@ -159,7 +159,9 @@ t("SIOCSPGRP", lambda: fcntl.ioctl(ends[0], 0x8902, number))
 """,
 "ptrace": """
 t("attach to the worker", lambda: call(101, 16, PARENT, 0, 0))
-t("process_vm_readv", lambda: call(310, PARENT, 0, 0, 0, 0, 0))
+buffer = ctypes.create_string_buffer(8)
+vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
+t("process_vm_readv", lambda: call(310, PARENT, vector, ctypes.c_long(1), vector, ctypes.c_long(1), ctypes.c_long(0)))
 t("/proc/N/mem", lambda: open("/proc/PARENT/mem", "rb"))
 t("traceme", lambda: call(101, 0, 0, 0, 0))
 """,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_server.rewards.code.cases import ENCODE, Case, decode, is_equal_output, read_cases
-from rollout_server.rewards.code.checker import CodeSettings, find_program, whole_program
+from rollout_server.rewards.code.checker import find_program, whole_program
 
 names: dict[str, Any] = {}
 exec(ENCODE, names)
@@ -27,7 +27,7 @@ def test_outputs_are_compared_by_words_and_lines(output: str, expected: str, is_
 
 
 @pytest.mark.parametrize("value", [
-    None, True, 3, -1.5, float("inf"), 1j, "ü\n", b"\x00", [1, [2]], (1, (2,)), {1, 2},
+    None, True, 3, -1.5, float("inf"), "ü\n", b"\x00", [1, [2]], (1, (2,)), {1, 2},
     {1: "a", (2, 3): [None]}, [], (), {}, 2**200,
 ])
 def test_a_value_comes_out_as_it_is(value: object) -> None:
@@ -51,8 +51,6 @@ def test_a_call_has_lines_of_json_as_arguments_and_one_json_as_result() -> None:
     assert passed(case, [4, 5]) and not passed(case, 4)
     (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ['[[{"-1": {"5": 1}}]]']})
     assert passed(case, [{-1: {5: 1}}]) and passed(case, [{"-1": {"5": 1}}]) and not passed(case, [{1: {5: 1}}])
-    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ['{"1": 2, "a": 3}']})
-    assert not passed(case, {1: 2, "a": 3})  # not all of its keys are whole numbers
 
 
 @pytest.mark.parametrize("code", [
@@ -90,7 +88,7 @@ def test_tests_of_another_schema_are_refused(tests: object) -> None:
     ("1. say ```x``` so\n   ``` py3\n   x = 1\n   ```", "x = 1\n"),
 ])  # fmt: skip
 def test_the_last_block_of_the_language_is_the_program_however_it_is_written(said: str, program: str | None) -> None:
-    assert find_program(said, CodeSettings()) == program
+    assert find_program(said) == program
 
 
 @pytest.mark.parametrize("future", [
@@ -102,7 +100,7 @@ def test_an_answer_with_an_import_of_the_future_has_the_other_imports(future: st
     names: dict[str, Any] = {"__name__": "__main__"}
     before = dict(sys.modules)
     try:
-        exec(whole_program(program, Case(suffix="found = f([8, 12])"), CodeSettings()), names)
+        exec(whole_program(program, "found = f([8, 12])"), names)
     finally:
         sys.modules.pop("answer", None)
         sys.modules.update(before)

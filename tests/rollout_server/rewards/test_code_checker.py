@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ TWO_LINES = {"inputs": ["1 2\n"], "outputs": ["3\n999\n"]}
 
 def scored(answers: list[str], tests: Any, kind: Any = "bubblewrap", **settings: Any) -> list[RewardResult]:
     of_code = CodeSettings(**settings)
-    checker = CodeChecker(sandbox=sandbox_of(SandboxConfig(kind=kind), of_code), settings=of_code)
+    checker = CodeChecker(sandbox=sandbox_of(SandboxConfig(kind=kind)), settings=of_code)
     question = Question(messages=(), ground_truth=tests)
     with ThreadPoolExecutor(4) as threads:
         return list(threads.map(lambda answer: checker.score(question, answer), answers))
@@ -148,27 +146,11 @@ def test_a_sandbox_that_does_not_start_gives_no_verdict() -> None:
 def test_without_a_sandbox_programs_run_as_this_user() -> None:
     programs = [RIGHT, "while True: pass", CHEATS["always equal"]]
     assert scores(programs, CALLS, kind="none", timeout_s=2.0) == [1, 0, 0]
-    shell = {"command": ["bash"], "languages": ["bash"], "kind": "none"}
-    (result,) = scored(["```bash\nread a b; echo $((a + b))\n```"], LINES, **shell)
-    assert result.score == 1
-
-
-@needs_bubblewrap
-def test_another_language_runs_in_bubblewrap() -> None:
-    adds = "```bash\nread a b; echo $((a + b))\n```"
-    looks = "```bash\nread a b; cat /etc/passwd | head -1; echo $((a + b))\n```"
-    bombs = "```bash\nf() { f | f & }; f; while true; do :; done\n```"
-    settings = {"command": ["bash"], "languages": ["bash"], "timeout_s": 4.0}
-    found = scored([adds, looks, bombs, adds], LINES, **settings)
-    assert [each.score for each in found] == [1, 1, 0, 1]  # there is no /etc/passwd, so nothing more is printed
-    writes = f"```bash\nread a b; echo x > {Path.home()}/misdeed; echo x > /usr/misdeed; echo $((a + b)); id -u\n```"
-    (result,) = scored([writes], LINES, **settings)
-    assert result.score == 0 and not Path.home().joinpath("misdeed").exists() and not Path("/usr/misdeed").exists()
 
 
 def test_a_run_whose_programs_can_not_be_contained_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    config = of({"reward": "code", "params": {"python": f"/usr/../{sys.executable}"}})
+    config = of({"reward": "code"})
     with pytest.raises(ConfigError, match=r"task\.sandbox\.kind: none"):
         open_rewards(config, None)  # type: ignore[arg-type]
     open_rewards(changed(config, task={"sandbox": {"kind": "none"}}), None)  # type: ignore[arg-type]

@@ -74,5 +74,5 @@ def test_long_lines_are_thinned_to_means_and_largest_values() -> None:
     points = [(float(step), float(step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
     shown = thinned(points)
     assert (len(shown["step"]), shown["step"][-1], shown["value"][-1]) == (MAX_POINTS, 2.0 * MAX_POINTS, 0.5)
-    assert thinned(points, max)["value"][-1] == 1.0
+    assert thinned(points, "max")["value"][-1] == 1.0
     assert thinned(points[:2]) == {"step": [1.0, 2.0], "value": [1.0, 0.0]}

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from async_rl.base.run_dir.log_ratio_file import RowLogRatios
 from async_rl.base.types import Group, Row
-from async_rl.tools.view.token_texts import TokenTexts, called_tools
+from async_rl.tools.view.token_texts import TokenTexts
 
 PREVIEW_TOKENS = 400
 LONGEST_SAID = 400
@@ -58,8 +58,7 @@ def answer_parts(
         turn += is_turn
         title = ""
         if is_turn and not is_one:
-            calls = called_tools(texts.decode(ids))
-            title = f"turn {turn} · {end - start} tokens" + (f" · calls {', '.join(calls)}" if calls else "")
+            title = f"turn {turn} · {end - start} tokens"
             title += f" · reward {rewards[end - 1]:.3f}" if end - 1 in rewards else ""
         elif not is_turn and end - start >= SHORT:
             said = " · ".join(" ".join(message.split()) for message in texts.messages(ids))[:LONGEST_SAID]

@@ -1,11 +1,10 @@
 """The web application: the list of runs, the page of a run, its groups, and the security headers of every response.
 
     /                              the list of runs; for a single run its page
-    /run/NAME                      the run live: tiles, charts, lanes, who waits for whom, sample answers
+    /run/NAME                      the run live: tiles, charts, lanes, who waits for whom
     /run/NAME/groups               the groups that meet a WHERE clause
     /run/NAME/groups/ID            a group, with one answer token by token
     /run/NAME/data/...             JSON: charts, lanes, and a text for each file that changes with it
-    /report/SWEEP                  the report.html of a sweep
 
 An open page asks every second whether files have changed. If so, it loads itself again in the background and replaces
 its parts with data-live. It continues to do so whatever happens to the run or to the server.
@@ -28,7 +27,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -54,8 +53,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-STEPS_SHOWN, MAX_STEPS_SHOWN = 10, 50
-SAMPLES = 3
+STEPS_SHOWN = 10
 MAX_DIGITS = 15
 MISSING = "\N{EN DASH}"
 COLORS = {"version": "policy version", "ratio": "importance ratio"}
@@ -76,7 +74,6 @@ def make_app(runs: Runs) -> Starlette:
         routes=[
             Route("/", runs_page),
             Route("/data/changes", changes_of_all),
-            Route("/report/{name}", report),
             Mount("/run/{name}", routes=run_routes),
             Mount("/static", StaticFiles(directory=FOLDER / "static")),
             Mount("/bokeh", StaticFiles(directory=bokeh_folder())),
@@ -122,15 +119,7 @@ def runs_page(request: Request) -> Response:
     for run in all_runs:
         start, now, _ = run.metrics.refresh().start_and_now()
         rows.append({"run": run, "state": run.state, "start": start.get, "now": now.get})
-    return _page(request, "runs.html", {"rows": rows, "reports": runs.reports()})
-
-
-def report(request: Request) -> Response:
-    name = request.path_params["name"]
-    reports = request.app.state.runs.reports()
-    if name not in reports:
-        raise UnknownRunError(f"There is no report of a sweep {name!r}; `async-rl report` writes it.")
-    return FileResponse(reports[name])
+    return _page(request, "runs.html", {"rows": rows})
 
 
 def run_page(request: Request) -> Response:
@@ -140,25 +129,8 @@ def run_page(request: Request) -> Response:
     facts = {
         "start": start.get, "now": now.get, "first_steps": first_steps, "metrics": run.metrics,
         "every_metric": run.metrics.every_metric(), "time_left_s": run.time_left_s, "colors": STATE_COLORS,
-        "samples": samples(run),
     }  # fmt: skip
     return _page(request, "run.html", facts, run, "run")
-
-
-def samples(run: RunFiles) -> list[dict[str, Any]]:
-    """Return the groups trained last: the question, and the answers with the highest and the lowest reward."""
-    found = []
-    try:
-        for group_id in run.journal.newest_trained(SAMPLES):
-            if group := run.journal.payload(group_id):
-                by_reward = sorted(range(len(group.rows)), key=lambda number: -group.rows[number].reward)
-                ends = {group.rows[number].reward: number for number in (by_reward[0], by_reward[-1])}
-                answers = [sibling(group, number, run.texts) for number in ends.values()]
-                question = run.texts.question(group.prompt_tokens.tolist())
-                found.append({"group_id": group_id, "question": question, "answers": answers})
-    except AsyncRLError:
-        return []  # the page of the groups says why
-    return found
 
 
 def groups_page(request: Request) -> Response:
@@ -212,22 +184,16 @@ def charts(request: Request) -> Response:
 
 
 def lanes(request: Request) -> Response:
-    """Return as JSON each pool's states over the steps `from` to `to` of the query; by default over the newest steps.
-    """
-    run, query = run_of(request), request.query_params
+    """Return as JSON each pool's states over the newest steps."""
+    run = run_of(request)
     # A resume starts timeline.json from empty, and counts the seconds since its own first step.
     since_s = run.metrics.values("time/since_first_step_s")
     number_of_first = int(max((step for step, value in since_s if value == 0.0), default=1))
     timeline = run.timeline.refresh()
-    newest = number_of_first + len(timeline.step_ends_s()) - 1
-    last = min(newest, whole_number("to", query.get("to", str(max(1, newest)))))
-    first = whole_number("from", query.get("from", str(max(1, last - STEPS_SHOWN + 1))))
-    found = timeline.window(max(first, last - MAX_STEPS_SHOWN + 1), last, number_of_first)
+    last = number_of_first + len(timeline.step_ends_s()) - 1
+    found = timeline.window(last - STEPS_SHOWN + 1, last, number_of_first)
     if found is None:
-        raise ConfigError(
-            f"The timeline has nothing of the steps {first} to {last}: it begins with step {number_of_first} and has "
-            f"{max(0, newest - number_of_first + 1)} steps so far."
-        )
+        raise ConfigError("The timeline has no step yet.")
     return JSONResponse(asdict(found))
 
 

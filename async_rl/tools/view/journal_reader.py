@@ -77,11 +77,6 @@ class JournalReader:
         rows = {row["group_id"]: row for row in self.rows(f"{_GROUPS} WHERE group_id IN ({', '.join(map(str, ids))})")}
         return [rows[each] for each in ids[:PAGE_ROWS] if each in rows], len(ids) > PAGE_ROWS
 
-    def newest_trained(self, number: int) -> list[int]:
-        """Return the ids of the `number` groups that were trained last."""
-        query = f"SELECT DISTINCT group_id FROM uses ORDER BY version DESC, group_id LIMIT {number}"
-        return [row["group_id"] for row in self.rows(query)]
-
     def group(self, group_id: int) -> dict[str, Any] | None:
         """Return the facts about a group, with its `rows`, the `steps` that used it, and its `errors`; None: unknown
         id.

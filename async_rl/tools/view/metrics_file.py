@@ -1,21 +1,18 @@
-"""Follows a run's metrics.jsonl, and stores the metrics that the page shows. Each call reads only new lines."""
+"""Follows a run's metrics.jsonl, and stores the metrics that the page shows."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from async_rl.base.telemetry.metrics import PLAIN, Declaration, Figures, over_steps, read_declarations
+from async_rl.tools.view.growing_file import GrowingFile
 
-BLOCK_BYTES = 8 * 2**20
 MAX_POINTS = 600
 """The most points of a chart's line. Longer lines are thinned before they are sent to the browser."""
 MOST_STEPS = 20
@@ -45,52 +42,23 @@ KEYS = _LINES | {"time/written_at_s", "time/since_first_step_s"}
 `alarm/` are stored too."""
 
 
-class MetricsFile:
-    """The metrics of one run. Thread-safe. If a resume replaces the file, it is read again from the start.
+class MetricsFile(GrowingFile):
+    """The metrics of one run.
 
     The values at each step are stored only for the charts. Every metric has its last value, and its figure over the
     last MOST_STEPS lines of the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._inode = -1
-        self._forget()
-
     def _forget(self) -> None:
-        self._offset = 0
         self._values: dict[str, dict[float, float]] = {}
         self._last: dict[str, float] = {}
         self._recent: deque[dict[str, float]] = deque(maxlen=MOST_STEPS)
         self._declared: dict[str, Declaration] = {}
         self._kept = KEYS
 
-    def refresh(self) -> MetricsFile:
-        """Read the lines added since the last call. Returns this object."""
-        with self._lock:
-            try:
-                with self._path.open("rb") as file:
-                    self._read(file)
-            except OSError:
-                pass  # not written yet, or just being replaced: the next call finds it
-        return self
-
-    def _read(self, file: Any) -> None:
-        found = os.fstat(file.fileno())
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self._inode = found.st_ino
-            self._forget()
-        if found.st_size > self._offset:
-            self._declared = read_declarations(self._path.parent)
-            self._kept = KEYS | {self._declared.get(key, PLAIN).by for key in KEYS}
-        file.seek(self._offset)
-        rest = b""
-        while block := file.read(BLOCK_BYTES):
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                self._offset += len(line) + 1
-                self._add(line)
+    def _begin(self) -> None:
+        self._declared = read_declarations(self._path.parent)
+        self._kept = KEYS | {self._declared.get(key, PLAIN).by for key in KEYS}
 
     def _add(self, line: bytes) -> None:
         try:
@@ -151,19 +119,14 @@ class MetricsFile:
 
     def charts(self) -> list[dict[str, Any]]:
         """Return CHARTS with the points of each line. Lines without measured values are left out."""
-        found = []
+        found, declared = [], self._declared
         for chart in CHARTS:
             lines = [
-                {"name": name, "is_right": side == "right", **thinned(points, self._joined(key))}
+                {"name": name, "is_right": side == "right", **thinned(points, declared.get(key, PLAIN).over_steps)}
                 for side in ("lines", "right") for key, name in chart.get(side, ()) if (points := self.values(key))
             ]  # fmt: skip
             found.append({"axis": (None, None), **chart, "lines": lines})
         return found
-
-
-    def _joined(self, key: str) -> Callable[[Iterable[float]], float]:
-        """Return the function that combines values of several steps in a chart: `max` for maxima, else the mean."""
-        return max if self._declared.get(key, PLAIN).over_steps == "max" else fmean
 
     def every_metric(self) -> list[dict[str, Any]]:
         """Return for every metric a dict with its `key`, `last` value, `figure`, and the fields of its declaration.
@@ -178,16 +141,13 @@ class MetricsFile:
             ]
 
 
-def thinned(
-    points: Sequence[tuple[float, float]], joined: Callable[[Iterable[float]], float] = fmean
-) -> dict[str, list[float]]:
+def thinned(points: Sequence[tuple[float, float]], over_steps: str = "mean") -> dict[str, list[float]]:
     """Return the lists `step` and `value` with at most MAX_POINTS points.
 
-    A point that stands for several steps has the number of the last one.
-
-    Args:
-        joined: combines the values of several steps.
+    A point that stands for several steps has the number of the last one, and their mean, or with `over_steps` max their
+    largest value.
     """
+    joined = max if over_steps == "max" else fmean
     stride = math.ceil(len(points) / MAX_POINTS)
     parts = [points[at : at + stride] for at in range(0, len(points), max(1, stride))]
     values = [float(f"{joined([value for _, value in part]):.5g}") for part in parts]

@@ -21,8 +21,6 @@ from buffer.journal import FILE_NAME
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", FILE_NAME)
 """A folder with at least one of these files is a run directory, even if a crash or a copy left out the others."""
-REPORT = "report.html"
-"""The report that a sweep writes into its folder."""
 
 
 class UnknownRunError(AsyncRLError):
@@ -142,7 +140,6 @@ class RunFiles:
         """Return, for each kind of file, a text that is different after each change of the file."""
         files = {
             "metrics": ["metrics.jsonl"], "status": ["status.json", "summary.json"], "timeline": ["timeline.json"],
-            "journal": [FILE_NAME, f"{FILE_NAME}-wal"],
         }  # fmt: skip
         return {kind: "/".join(_stamp(self.folder / name) for name in names) for kind, names in files.items()}
 
@@ -159,7 +156,7 @@ class Runs:
         self.is_single = is_run(folder)
         self._lock = threading.Lock()
         self._runs: dict[str, RunFiles] = {}
-        if not folder.is_dir() or not (self.all() or is_sweep(folder)):
+        if not folder.is_dir() or not (self.all() or (folder / "sweep.json").is_file()):
             raise ConfigError(
                 f"FOLDER must be the directory of a run or of several, got {folder}: it has no config.yaml, "
                 "metrics.jsonl or trajectories.sqlite, nor has a folder in it. Runs are in run.dir/run.name"
@@ -199,11 +196,6 @@ class Runs:
         with self._lock:
             return self._runs.setdefault(name, RunFiles(folder, name))
 
-    def reports(self) -> dict[str, Path]:
-        """Return the report.html of each sweep that has one, by the sweep's name."""
-        sweeps = [self.folder, *_folders_in(self.folder)]
-        return {path.resolve().name: path / REPORT for path in sweeps if is_sweep(path) and (path / REPORT).is_file()}
-
 
 def _folders_in(folder: Path) -> list[Path]:
     """Return the folders in a folder; [] if it was removed."""
@@ -215,10 +207,6 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in RUN_FILES)
-
-
-def is_sweep(folder: Path) -> bool:
-    return (folder / "sweep.json").is_file()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from operator import attrgetter
+from typing import Any
 
 from async_rl.base.telemetry.timeline import RESTART, Span, state_changes
+from async_rl.tools.view.growing_file import GrowingFile
 
+_start_s = attrgetter("start_s")
 MAX_STEPS_BEHIND = 5
 """A pool's spans are written some time after the learner's. If a pool is further behind than this, it has ended."""
 LEARNER, UPDATE, BATCH = "learner/0", "update", "batch"
@@ -45,54 +46,23 @@ class Window:
     states meanwhile: `batch/busy`, `batch/sync` and so on."""
 
 
-class TimelineFile:
-    """The spans in timeline.json so far. Thread-safe. If a resume replaces the file, it is read again from the start.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._inode = -1
-        self._forget()
+class TimelineFile(GrowingFile):
+    """The spans in timeline.json so far."""
 
     def _forget(self) -> None:
-        self._offset = 0
         self._spans: dict[int, list[Span]] = {}
-        """The spans of each pid, ordered by their start."""
+        """The spans of each pid."""
         self._pools: dict[int, str] = {}
         self._is_complete = False
         """Whether the run has ended and closed the file."""
 
-    def refresh(self) -> TimelineFile:
-        """Read the events added since the last call. Returns this object."""
-        with self._lock:
-            try:
-                with self._path.open("rb") as file:
-                    self._read(file)
-            except OSError:
-                return self  # not written yet, or just being replaced
-            for spans in self._spans.values():
-                spans.sort(key=lambda span: span.start_s)
-        return self
+    def _add(self, line: bytes) -> None:
+        self._is_complete = line == b"]}\n"
+        if line.startswith((b'{"ph": "X"', b'{"ph": "M"')):
+            with suppress(ValueError, KeyError, TypeError):  # damaged: one event is missing in its lane
+                self._add_event(json.loads(line.rstrip(b",\n")))
 
-    def _read(self, file: IO[bytes]) -> None:
-        found = os.fstat(file.fileno())
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self._inode = found.st_ino
-            self._forget()
-        file.seek(self._offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return  # half written
-            self._offset += len(line)
-            self._is_complete = line == b"]}\n"
-            if line.startswith((b'{"ph": "X"', b'{"ph": "M"')):
-                try:
-                    self._add(json.loads(line.rstrip(b",\n")))
-                except (ValueError, KeyError, TypeError):
-                    continue  # damaged: one event is missing in its lane
-
-    def _add(self, event: dict[str, Any]) -> None:
+    def _add_event(self, event: dict[str, Any]) -> None:
         pid = int(event["pid"])
         if event["ph"] == "M":
             if event["name"] == "process_name":
@@ -100,7 +70,7 @@ class TimelineFile:
             return
         start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
         name = "" if event["name"] == event["cat"] else str(event["name"])
-        self._spans.setdefault(pid, []).append(Span(str(pid), event["cat"], start_s, end_s, name))
+        insort(self._spans.setdefault(pid, []), Span(str(pid), event["cat"], start_s, end_s, name), key=_start_s)
 
     def step_ends_s(self) -> list[float]:
         """Return the end of each step that can be shown, in seconds on the clock of the file."""
@@ -151,7 +121,7 @@ class TimelineFile:
 
 
 def _between(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
-    before = bisect_left(spans, end_s, key=lambda span: span.start_s)
+    before = bisect_left(spans, end_s, key=_start_s)
     return [span for span in spans[:before] if span.end_s > start_s]
 
 

@@ -17,15 +17,6 @@ _INVISIBLE = re.compile(
 """Control characters except tabs and line ends, marks that change the direction of text, and spaces without width."""
 _ROLE = re.compile(r"\A\s*(system|developer|user|assistant|model|tool|ipython|observation)\s*(\n|\Z)")
 _TAG_LINE = re.compile(r"^[ \t]*</?\w+>[ \t]*$", re.MULTILINE)
-_CALL = re.compile(
-    r"(?:<tool_call>|<\|python_tag\|>|\A)\s*\{[^{}]*?\"name\"\s*:\s*\"([\w.-]+)\"|<tool_call>\s*([\w.-]+)\s*(?:\n|<arg_key>)"
-)
-"""Matches the name of the tool in a call, as the families of Qwen and Hermes, Llama 3 and GLM write it."""
-
-
-def called_tools(text: str) -> list[str]:
-    """Return the names of the tools called in the text of a turn, in order, as far as they are recognised."""
-    return [first or second for first, second in _CALL.findall(text)]
 
 
 def visible(text: str) -> str:

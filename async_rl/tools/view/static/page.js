@@ -19,7 +19,7 @@ export function element(tag, properties = {}, ...children) {
 
 const listeners = [];
 
-/** Call `listener` with the kinds of files that changed: a set of metrics, status, journal, timeline. */
+/** Call `listener` with the kinds of files that changed: a set of metrics, status, timeline. */
 export const onChange = (listener) => listeners.push(listener);
 
 /** Ask for this page again, and take over its parts with data-live that name a kind of file that changed. */

@@ -2,7 +2,7 @@
 import { element, getJson, onChange } from "./page.js";
 
 const place = document.getElementById("charts"), lanes = document.getElementById("lanes");
-const form = document.getElementById("window"), problem = document.getElementById("lanes-problem");
+const problem = document.getElementById("lanes-problem");
 const stateColors = JSON.parse(lanes.dataset.colors);
 const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
 const FEWEST_WITHOUT_DOTS = 30;
@@ -77,12 +77,10 @@ async function showCharts() {
   });
 }
 
-async function showLanes(query) {
+async function showLanes() {
   try {
-    const shown = await getJson(`/data/lanes${query}`);
+    const shown = await getJson("/data/lanes");
     problem.textContent = "";
-    form.elements.from.value = shown.first_step;
-    form.elements.to.value = shown.last_step;
     drawLanes(shown);
     writeWaits(shown);
   } catch (error) {
@@ -127,13 +125,7 @@ function writeWaits({ waits_s, duration_s }) {
     element("tr", {}, element("th", { scope: "row", textContent: `the learner waited for ${what}` }), cell(`${seconds.toFixed(2)} s`), cell(`${(100 * seconds / duration_s).toFixed(1)} %`)))));
 }
 
-let follows = true;
-form.addEventListener("submit", (event) => {
-  event.preventDefault();
-  follows = false;
-  showLanes(`?from=${form.elements.from.value}&to=${form.elements.to.value}`);
-});
 onChange((changed) => changed.has("metrics") && showCharts());
-onChange((changed) => changed.has("timeline") && follows && showLanes(""));
-await Promise.all([showCharts(), showLanes("")]);
+onChange((changed) => changed.has("timeline") && showLanes());
+await Promise.all([showCharts(), showLanes()]);
 document.body.dataset.ready = "1";

@@ -94,22 +94,14 @@ def reward_rows(runs: int) -> list[list[str]]:
 # ---------------------------------------------------------------- gold labels of evaluations
 
 
-def gold_record(step: int, rewards: Rewards, proxy: Rewards | None = None) -> Record:
-    found = {
+def gold_record(step: int, rewards: Rewards) -> Record:
+    return {
         "step": float(step), "eval/gold": float(rewards.mean()), "eval/gold_squared": float((rewards**2).mean()),
         "eval/gold_labels": float(len(rewards)),
     }  # fmt: skip
-    if proxy is not None:
-        found |= {
-            "eval/proxy": float(proxy.mean()), "eval/proxy_squared": float((proxy**2).mean()),
-            "eval/gold_times_proxy": float((proxy * rewards).mean()),
-        }
-    return found
 
 
-def evaluations(
-    rng: np.random.Generator, kind: str, labels: int, count: int, falls_at: int = 0, correlation: float = 0.0
-) -> Iterator[Record]:
+def evaluations(rng: np.random.Generator, kind: str, labels: int, count: int, falls_at: int = 0) -> Iterator[Record]:
     """Yield evaluations of a policy without a trend, after `falls_at` of one that gets nothing right.
 
     Args:
@@ -127,10 +119,7 @@ def evaluations(
             rates = np.full(labels, float(kind))
         if falls_at and number >= falls_at:
             rates = np.zeros(labels)
-        rewards = (rng.random(labels) < rates).astype(float)
-        noise = rng.normal(size=labels)
-        proxy = correlation * (rewards - rates) / np.sqrt(rates * (1 - rates) + 1e-9) + noise
-        yield gold_record(5 * number, rewards, proxy)
+        yield gold_record(5 * number, (rng.random(labels) < rates).astype(float))
 
 
 def gold_rows(runs: int) -> list[list[str]]:
@@ -138,10 +127,9 @@ def gold_rows(runs: int) -> list[list[str]]:
     for labels in (64, 256):
         for kind in ("same", "wander", "fresh", "0.001", "0.005", "0.02", "0.1"):
             row = [str(labels), kind if kind.isalpha() else f"{float(kind):.1%} right"]
-            for rule in ("gold", "correlation"):
-                rng = np.random.default_rng(0)
-                found = [first_alarm(evaluations(rng, kind, labels, 200), rule) for _ in range(runs)]
-                row.append(f"{sum(each is not None for each in found)} of {runs}")
+            rng = np.random.default_rng(0)
+            found = [first_alarm(evaluations(rng, kind, labels, 200), "gold") for _ in range(runs)]
+            row.append(f"{sum(each is not None for each in found)} of {runs}")
             seen = "-"
             if kind.isalpha():
                 rng = np.random.default_rng(0)
@@ -259,7 +247,7 @@ def recorded_rows(over: Sequence[Recorded], words: Sequence[Recorded]) -> list[l
     hacked = [run for run in over if run.is_over_optimised]
     sound_words, collapsed = [r for r in words if r.is_sound], [r for r in words if r.collapsed_at]
     rows = []
-    for name in ("reward", "reference_kl", "diversity", "gold", "correlation", "cut"):
+    for name in ("reward", "reference_kl", "diversity", "gold", "cut"):
         counts = [
             f"{sum(fires(run, name) is not None for run in runs)} of {len(runs)}"
             for runs in (sound_over, sound_words, hacked, collapsed)
@@ -299,7 +287,7 @@ def page_of(runs: int) -> str:
         Table(("prompts a step", "groups of equal rewards replaced",
                *(f"false alarms, gain {gain}" for gain in GAINS), *(f"fall seen, gain {gain}" for gain in GAINS)),
               reward_rows(runs), "Rule `reward`: 1,000 steps without a fall, and a fall to nothing seen in two steps"),
-        Table(("labels", "policy", "`gold`: false alarms", "`correlation`: false alarms", "`gold`: fall seen"),
+        Table(("labels", "policy", "`gold`: false alarms", "`gold`: fall seen"),
               gold_rows(runs), "Gold labels: 200 evaluations without a fall, and a fall to nothing seen in two"),
         Table(("form of the KL", "`reference_kl`: false alarms", "`diversity`: false alarms"), growth_rows(runs),
               "1,000 steps of a sound run whose KL grows"),

@@ -326,20 +326,14 @@ class Evaluation:
         answered = [[episode for episode in group if episode and episode.rows] for group in groups]
         if self._gold is None:
             rule = [episode.reward for group in answered for episode in group]
-            return list(_gold_moments(rule, [])) if model.leaves_task_out else []
+            return list(_gold_moments(rule)) if model.leaves_task_out else []
         gold = await asyncio.gather(*(self._gold_of(*each) for each in zip(prompts, answered, strict=True)))
         failed = sum(len(group) for group, found in zip(answered, gold, strict=True) if found is None)
-        found = [
-            (reward, episode.reward)
-            for group, rewards in zip(answered, gold, strict=True)
-            if rewards is not None
-            for episode, reward in zip(group, rewards, strict=True)
-        ]
-        pairs = [(reward, proxy) for reward, proxy in found if reward is not None]
-        counts = {"eval/gold_failed": failed, "eval/gold_no_verdict": len(found) - len(pairs)}
+        found = [reward for rewards in gold for reward in rewards or ()]
+        given = [reward for reward in found if reward is not None]
+        counts = {"eval/gold_failed": failed, "eval/gold_no_verdict": len(found) - len(given)}
         counted = [Metric(key, float(count), "sum", over_steps="last") for key, count in counts.items() if count]
-        proxies = [] if model.path else [proxy for _, proxy in pairs]
-        return [*_gold_moments([reward for reward, _ in pairs], proxies), *counted]
+        return [*_gold_moments(given), *counted]
 
     async def _gold_of(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None] | None:
         """Return the gold reward of each episode of a prompt; None instead of the list if the reward failed."""
@@ -407,15 +401,11 @@ def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConf
             yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))
 
 
-def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Metric]:
-    """Yield the moments of gold rewards and, unless `proxy` is empty, of the trained rewards of the same answers."""
+def _gold_moments(gold: Sequence[float]) -> Iterator[Metric]:
+    """Yield the mean, the mean square and the number of gold rewards."""
     if not gold:
         return
-    moments = {"gold": gold, "gold_squared": [each * each for each in gold]}
-    if proxy:
-        products = [a * b for a, b in zip(gold, proxy, strict=True)]
-        moments |= {"proxy": proxy, "proxy_squared": [each * each for each in proxy], "gold_times_proxy": products}
-    for name, values in moments.items():
+    for name, values in {"gold": gold, "gold_squared": [each * each for each in gold]}.items():
         yield _mean(f"eval/{name}", sum(values), len(values))
     yield Metric("eval/gold_labels", float(len(gold)), "sum", over_steps="last", unit="answers")
 

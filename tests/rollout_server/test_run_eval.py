@@ -116,16 +116,15 @@ def evaluated(config: Config, gold: GoldRewards | None) -> dict[str, float]:
     return reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
 
 
-def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> None:
+def test_gold_rewards_are_reported_with_their_moments() -> None:
     gold = iter([0.0, 1.0, 2.0, None])
 
     async def score(prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
         return [next(gold) for _ in episodes]
 
     found = evaluated(changed(worker_config(), eval={"num_prompts": 2, "samples_per_prompt": 2}), score)
-    assert {key: value for key, value in found.items() if "gold" in key or "proxy" in key} == pytest.approx({
-        "eval/gold": 1.0, "eval/gold_squared": 5 / 3, "eval/gold_labels": 3.0, "eval/proxy": 4 / 3,
-        "eval/proxy_squared": 10 / 3, "eval/gold_times_proxy": 2.0, "eval/gold_no_verdict": 1.0,
+    assert {key: value for key, value in found.items() if "gold" in key} == pytest.approx({
+        "eval/gold": 1.0, "eval/gold_squared": 5 / 3, "eval/gold_labels": 3.0, "eval/gold_no_verdict": 1.0,
     })  # fmt: skip
 
 

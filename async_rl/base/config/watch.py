@@ -11,15 +11,14 @@ from async_rl.base.config.check import Problem, SettingsError, check
 from async_rl.base.config.section import Section, section
 from async_rl.base.config.system import CheckpointConfig
 
-Comparison = Literal["above", "below", "share", "growth", "fall", "gold fall", "correlation"]
+Comparison = Literal["above", "below", "share", "growth", "fall", "gold fall"]
 """
 above        mean of the window > limit; of a window of one step, its absolute value
 below        mean of the window < limit
 share        mean of the window < limit x mean of the first window
 growth       median of the window > limit x mean of the 10 steps before it, while the mean reward rises
 fall         best window - newest steps > limit standard errors, and more than half of the gain
-gold fall    best three evaluations - newest ones > limit standard errors
-correlation  mean correlation of three evaluations < -limit standard errors"""
+gold fall    best three evaluations - newest ones > limit standard errors"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Rule:
 
     name: str
     metric: str
-    """A metric of a step. Of the metrics of evaluations only eval/gold is compared, by gold fall and correlation."""
+    """A metric of a step. Of the metrics of evaluations only eval/gold is compared, by gold fall."""
     window: int
     """The number of steps, or of evaluations with gold rewards, over which the metric is averaged."""
     comparison: Comparison
@@ -52,9 +51,6 @@ RULES = {
         Rule("mismatch", "parity/precision/mean_abs", 1, "above", 0.1,
              "logprobs of engine and learner differ by {now:.2g} at the same weights",
              "Use model.dtype: float32 and no quantisation in rollout.server_args"),
-        Rule("vtrace", "vtrace/reach", 1, "below", 0.5,
-             "V-trace carries {now:.0%} of a final reward back over the median answer",
-             "Use algorithm.advantage: gae, or lower staleness.depth"),
         Rule("policy_skipped", "policy/skipped_steps", 1, "above", 0,
              "a loss or gradient of the policy was not finite", "Lower learner.lr or use model.dtype: float32"),
         Rule("critic_skipped", "critic/skipped_steps", 1, "above", 0,
@@ -73,9 +69,6 @@ RULES = {
         Rule("gold", "eval/gold", 3, "gold fall", 4.0,
              "the gold reward has fallen from {best:.3g} to {now:.3g}, by {value:.2g} standard errors",
              "The reward is over-optimised. Raise algorithm.kl.coef, or end with the best checkpoint", acts=True),
-        Rule("correlation", "eval/gold", 3, "correlation", 4.0,
-             "reward and gold reward have a correlation of {now:.2g}, {value:.2g} standard errors below 0",
-             "What the reward likes more is worse. Train the reward model on answers of this policy", acts=True),
     )
 }  # fmt: skip
 """The rules by name. docs/how-to/watcher.md describes them; benchmarks/results/watcher.md has their error rates."""
@@ -87,7 +80,7 @@ class WatchConfig:
 
     action: Literal["warn", "pause", "stop", "rollback"] = "warn"
     """What happens at an alarm. warn: only a line on the console. The other actions are taken for the rules on what is
-    learned: reward, gold, correlation, reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`.
+    learned: reward, gold, reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`.
     stop: the run ends with the model of the last checkpoint before the trouble. rollback: the run continues from that
     checkpoint, with half the learning rate and twice the KL coefficient."""
     rules: Section[dict[str, float | Literal["off"]]] = field(default_factory=dict)

@@ -65,13 +65,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Gold:
-    """The gold rewards of one or several evaluations: mean, mean square, correlation with the reward."""
+    """The gold rewards of one or several evaluations: mean and mean square."""
 
     version: int
     labels: float
     mean: float
     squared: float
-    correlation: float = math.nan
 
 
 def limits_of(config: Config) -> dict[str, float]:
@@ -118,8 +117,6 @@ class Watcher:
         self._gold: list[_Gold] = []
         self._best_gold: _Gold | None = None
         """The best three evaluations in a row, with the version in their middle; of equal ones the newest."""
-        self._rule_correlations: list[float] = []
-        """reward/rule_correlation of the steps since the last evaluation."""
 
     def add(self, version: int, values: Values) -> Finding | None:
         """Add the metrics of a step or an evaluation. Returns what the rules find; None if no rule is checked."""
@@ -148,8 +145,6 @@ class Watcher:
     def _add_step(self, version: int, values: Values) -> dict[str, Measurement]:
         self._version = version
         self._sampled_by = max(0, version - 1 - math.ceil(values.get("staleness/mean", 0.0)))
-        if "reward/rule_correlation" in values:
-            self._rule_correlations.append(values["reward/rule_correlation"])
         found = {}
         for name, rule in RULES.items():
             value = None if rule.metric == "eval/gold" else values.get(rule.metric)
@@ -231,31 +226,17 @@ class Watcher:
         return found
 
     def _add_gold(self, version: int, values: Values) -> dict[str, Measurement]:
-        """Add an evaluation with gold rewards. From the third evaluation on, return what the rules `gold` and
-        `correlation` compare."""
+        """Add an evaluation with gold rewards. From the third one on, return what the rule `gold` compares."""
         mean, squared, labels = values["eval/gold"], values["eval/gold_squared"], values["eval/gold_labels"]
-        correlation = statistics.fmean(self._rule_correlations) if self._rule_correlations else math.nan
-        self._rule_correlations = []
-        if "eval/proxy" in values:
-            proxy = values["eval/proxy"]
-            spread = math.sqrt(max(squared - mean**2, 0.0) * max(values["eval/proxy_squared"] - proxy**2, 0.0))
-            correlation = (values["eval/gold_times_proxy"] - mean * proxy) / spread if spread > 0 else math.nan
         # a resumed run makes the evaluation of its checkpoint's version again
         window, before = RULES["gold"].window, [each for each in self._gold if each.version < version]
         self._best_gold = self._best_gold if len(before) == len(self._gold) else None
-        self._gold = [*before, _Gold(version, labels, mean, squared, correlation)]
+        self._gold = [*before, _Gold(version, labels, mean, squared)]
         for last in range(len(self._gold) if self._best_gold else window, len(self._gold) + 1):
             part = _joined(self._gold[last - window : last])
             if self._best_gold is None or part.mean >= self._best_gold.mean:
                 self._best_gold = part
-        if self._best_gold is None:
-            return {}
-        found = {"gold": self._gold_fall(window, self._best_gold)}
-        correlations = [each.correlation for each in self._gold[-window:]]
-        if not any(map(math.isnan, correlations)):
-            r, count = statistics.fmean(correlations), math.fsum(each.labels for each in self._gold[-window:])
-            found["correlation"] = Measurement(-r * math.sqrt(count), r)
-        return found
+        return {"gold": self._gold_fall(window, self._best_gold)} if self._best_gold else {}
 
     def _gold_fall(self, window: int, best: _Gold) -> Measurement:
         """Measure how far the newest gold rewards are below the best three consecutive evaluations, as `_fall` does.
@@ -281,10 +262,9 @@ class Watcher:
         Args:
             trouble: the rules that have broken.
         """
-        gold = self._best_gold.version if self._best_gold else 0
         before = {
             "reward": self._reward_version, "diversity": self._healthy, "reference_kl": self._marks[0],
-            "gold": gold, "correlation": gold,
+            "gold": self._best_gold.version if self._best_gold else 0,
         }
         return min((before[name] for name in trouble), default=self._version)
 

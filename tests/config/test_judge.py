@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
-from async_rl.base.errors import ConfigError
-from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes.placement import host_demands
 from rollout_server.engines.sglang.launch import chat_server_flags
 
@@ -37,14 +33,3 @@ def test_the_server_has_the_judges_model_and_flags() -> None:
     assert on_gpu["model-path"].endswith("/j") and on_gpu["context-length"] == 99
     assert (on_gpu["tp-size"], on_gpu["mem-fraction-static"]) == (4, 0.5)
     assert chat_server_flags(config, on_gpu=False)["device"] == "cpu"
-
-
-def test_a_judge_of_the_run_has_no_other_addresses_and_its_model_is_checked() -> None:
-    def check(config: Config) -> None:
-        (found,) = (each for each in input_checks(config) if each.what == "judge.path")
-        found.run()
-
-    with pytest.raises(ConfigError, match=r"^judge\.urls"):
-        check(load(*JUDGE, "judge.urls=['http://h/v1']"))
-    with pytest.raises(ConfigError, match=r"^judge\.path"):
-        check(load(*JUDGE))

@@ -13,18 +13,15 @@ import ray
 import yaml
 from ray.cluster_utils import Cluster
 
-from async_rl.base.config import JudgePlacement, RolloutPlacement
 from async_rl.base.config.loading import load_config
 from async_rl.cli import main
-from async_rl.run.before_start.preflight import MODEL, TASK
-from async_rl.run.processes.placement import host_demands
-from async_rl.tools.doctor.cluster import NodeReport, Probe, compare, spare_nodes
+from async_rl.tools.doctor.cluster import Probe, compare
 from async_rl.tools.doctor.host import Check, examine_config
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21"}
-GOOD = NodeReport(checks=[Check("torch", "ok", "2.13.0"), Check("task", "ok", "rows.jsonl")], versions=VERSIONS)
+GOOD = [Check("torch", "ok", "2.13.0"), Check("configuration", "ok", "a run would start")], VERSIONS
 
 
 def broken(checks: Iterable[Check]) -> dict[str, Check]:
@@ -32,30 +29,11 @@ def broken(checks: Iterable[Check]) -> dict[str, Check]:
 
 
 def test_nodes_that_differ_are_listed_with_what_to_do() -> None:
-    other = NodeReport(
-        checks=[Check("task", "broken", "no such file", "copy it")],
-        versions=VERSIONS | {"torch": "2.12.1", "sglang": "none"},
-    )
-    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": other}, {"task": 0}))
+    other = [Check("task", "broken", "no such file", "copy it")], VERSIONS | {"torch": "2.12.1", "sglang": "none"}
+    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": other}))
     assert found["torch everywhere"].found == "10.0.0.1 has 2.13.0; 10.0.0.2 has 2.12.1"
     assert found["10.0.0.2: task"] == Check("10.0.0.2: task", "broken", "no such file", "copy it")
     assert set(found) == {"torch everywhere", "sglang everywhere", "10.0.0.2: task"}
-
-
-def test_as_many_nodes_may_fail_a_check_as_have_no_process_that_needs_it() -> None:
-    without = NodeReport(checks=[Check(MODEL, "broken", "no such folder")], versions=VERSIONS)
-    checks = list(compare({"10.0.0.1": GOOD, "10.0.0.2": without}, {MODEL: 1}))
-    (check,) = [each for each in checks if each.what == f"10.0.0.2: {MODEL}"]
-    assert check.state == "warn" and "no such folder" in check.found
-    assert broken(compare({"10.0.0.1": without, "10.0.0.2": without}, {MODEL: 1}))
-
-
-def test_a_host_needs_only_what_its_processes_use() -> None:
-    """One of three hosts has the learner, one the servers, and one no process."""
-    placement = {"rollout": RolloutPlacement(nodes=1), "judge": JudgePlacement(servers=1)}
-    config = make_config(judge={"path": "judge"}, placement=placement)
-    spare = spare_nodes(config, host_demands(config), 3)
-    assert (spare[MODEL], spare[TASK], spare["judge.path"], spare["learner.optimizer"]) == (1, 2, 2, 2)
 
 
 def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Path) -> None:
@@ -68,12 +46,12 @@ def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Pa
 
     assert not broken(checked().values())
     (tmp_path / "rows.jsonl").unlink()
-    assert set(broken(checked().values())) == {TASK}
+    assert "rows.jsonl" in broken(checked().values())["configuration"].found
 
 
 def test_a_node_that_cannot_answer_is_named() -> None:
-    gone, bare = TimeoutError("no answer for 120 s"), ModuleNotFoundError("No module named 'async_rl'")
-    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": gone, "10.0.0.3": bare}, {}))
+    gone, bare = "no answer for 120 s", "No module named 'async_rl'"
+    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": gone, "10.0.0.3": bare}))
     assert "no answer for 120 s" in found["10.0.0.2"].found and "'async_rl'" in found["10.0.0.3"].found
 
 
@@ -122,13 +100,10 @@ def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between
 ) -> None:
     assert main(["doctor", str(config_file)]) == 1
     text = capsys.readouterr().out
-    lines = [line for line in text.splitlines() if line.startswith(("ok", "warn", "broken"))]
-    table = {line[8:].split("  ")[0]: line for line in lines if not line.startswith("broken: ")}
-    assert "2 nodes" in table["Ray"]
+    table = {line[8:].split("  ")[0]: line for line in text.splitlines() if line.startswith(("ok", "warn", "broken"))}
     assert [what for what, line in table.items() if line.startswith("broken")] == ["transformers everywhere"]
     assert "1.2.3" in table["transformers everywhere"]
-    for what in ("placement", "torch everywhere", "ports"):
-        assert table[what].startswith("ok"), table[what]
+    assert table["placement"].startswith("ok") and table["ports"].startswith("ok")
     assert text.count(" checks are ok") == 2, "each node has examined itself"
 
 

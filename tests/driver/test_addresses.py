@@ -11,8 +11,8 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
+from async_rl.run.before_start import preflight
 from async_rl.run.before_start.attached_server import check_server_reaches_learner
-from async_rl.run.before_start.preflight import input_checks
 from async_rl.run.processes.placement import decide_placement, host_demands
 from tests.kit.configs import make_config
 
@@ -56,7 +56,7 @@ def test_a_server_that_reaches_the_learner_or_its_files_is_accepted(url: str, ov
 
 
 def check_addresses(config: Config) -> None:
-    next(each for each in input_checks(config) if each.what == "network.host").run()
+    preflight.check_addresses(config)
 
 
 def test_on_several_nodes_a_server_anywhere_is_accepted() -> None:

@@ -24,7 +24,7 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.errors import ConfigError
 from async_rl.pipeline import run
-from async_rl.run.before_start.preflight import check_inputs, check_names, input_checks
+from async_rl.run.before_start.preflight import check_inputs, check_loading, check_names
 from tests.kit.configs import changed, make_config
 from tests.kit.gpus import pretend_gpus
 
@@ -99,9 +99,6 @@ def test_a_reward_that_takes_other_arguments_or_fails_in_its_trial_call_is_refus
     assert "Event" not in source or "timeouts.reward_s = 0.2" in str(caught.value)
 
 
-BIASED: dict[str, Any] = {"rollout": {"min_p": 0.1}, "algorithm": {"support": "ignore"}}
-
-
 def test_what_may_not_be_meant_is_a_caution(base: Config, tiny_model: Path, tmp_path: Path) -> None:
     assert check_inputs(base) == check_inputs(changed(base, rollout={"min_p": 0.1})) == []
     folder = shutil.copytree(tiny_model, tmp_path / "model")
@@ -109,10 +106,6 @@ def test_what_may_not_be_meant_is_a_caution(base: Config, tiny_model: Path, tmp_
     sandbox = SandboxConfig(kind="none")
     for named, cautious in (
         (str(folder), changed(base, model={"path": folder})),
-        ("algorithm.support", changed(base, **BIASED)),
-        ("learner.lr", changed(base, learner={"lr": 0.1})),
-        ("placement.colocated", changed(base, placement={"colocated": True}, staleness={"max": 2})),
-        ("learner.prompts_per_step", changed(base, learner={"prompts_per_step": 20_000})),
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(
             name="rollout_server.tasks.examples:Programs", reward="code", sandbox=sandbox
@@ -193,9 +186,8 @@ def test_quantised_weights_are_refused_for_whatever_the_learner_computes(
     folder = rewritten(tiny_model, tmp_path, quantization_config=fp8)
     config = changed(base, algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss")))
     config = changed(config, **{key.partition(".")[0]: {"path": str(folder)}})
-    (loading,) = (each for each in input_checks(config) if each.what == f"{key} loads")
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} {folder} .*fp8"):
-        loading.run()
+        check_loading(key, str(folder), config, "sdpa")
 
 
 def test_a_vocabulary_that_ranks_of_split_rows_would_miscount_is_refused(

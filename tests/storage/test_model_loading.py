@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from async_rl.base.config import LoraConfig, ModelConfig
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_loading import load_without_weights
-from async_rl.run.before_start.preflight import input_checks
+from async_rl.run.before_start.preflight import check_loading
 from learner.memory.sizes import networks_of
 from learner.stages.sft import base_tokenizer
 from rollout_server.worker.eval_command import evaluate_model
@@ -34,7 +34,8 @@ def check_learner(folder: Path, rank: int = 0) -> None:
     """Make the check of the learner that a run makes before it starts."""
     model = ModelConfig(path=str(folder), lora=LoraConfig(rank=rank))
     config = make_config(model=model)
-    next(each for each in input_checks(config) if each.what == "model.path loads").run()
+    check_loading("model.path", str(folder), config, "sdpa")
+    networks_of(config)
 
 
 def saved(kind: str, folder: Path, head: Any = AutoModelForCausalLM, **settings: Any) -> Path:
@@ -87,7 +88,7 @@ def test_an_encoder_of_rewards_has_an_attention_of_its_own(tiny_model: Path, tmp
             model=model, reward_model={"path": str(folder)}, rollout={"max_response_tokens": 32},
             task={"name": "reasoning_gym/chain_sum", "max_prompt_tokens": 64},
         )  # fmt: skip
-        next(each for each in input_checks(config) if each.what == "reward_model.path loads").run()
+        check_loading("reward_model.path", str(folder), config, attention)
         assert networks_of(config)[-1].role == "reward model"
 
 

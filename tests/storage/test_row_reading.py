@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_loading import usable_positions
-from async_rl.run.before_start.preflight import check_inputs, input_checks
+from async_rl.run.before_start.preflight import check_inputs, check_loading
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.models import save_bare_reward_model
@@ -76,9 +75,8 @@ def test_a_model_with_fewer_positions_than_the_longest_row_has_tokens_is_refused
         check(tiny_model, key, other, rollout={"max_response_tokens": 20}, **sizes)
 
 
-def cautions_of_reward_model(policy: Path, folder: Path) -> Sequence[str] | None:
-    config = make_config(policy, reward_model={"path": str(folder)})
-    return next(each for each in input_checks(config) if each.what == "reward_model.path loads").run()
+def check_reward_model(policy: Path, folder: Path) -> None:
+    check_loading("reward_model.path", str(folder), make_config(policy, reward_model={"path": str(folder)}), "sdpa")
 
 
 def test_too_few_positions_of_a_reward_model_are_refused_if_it_reads_tokens(
@@ -86,8 +84,8 @@ def test_too_few_positions_of_a_reward_model_are_refused_if_it_reads_tokens(
 ) -> None:
     tokens = save_bare_reward_model(tmp_path / "tokens", vocab=TOKENS, max_position_embeddings=99)
     with pytest.raises(ConfigError, match=r"^reward_model\.path .*got 99"):
-        cautions_of_reward_model(tiny_model, tokens)
-    assert not cautions_of_reward_model(tiny_model, save_bare_reward_model(tmp_path / "long", vocab=TOKENS))
+        check_reward_model(tiny_model, tokens)
+    check_reward_model(tiny_model, save_bare_reward_model(tmp_path / "long", vocab=TOKENS))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("bert", 10), ("roberta", 8), ("mpnet", 8), ("xlm-roberta", 8)])

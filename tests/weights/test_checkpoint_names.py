@@ -23,7 +23,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import weight_shapes
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from async_rl.base.weights.checkpoint_names import check_names, from_checkpoint, to_checkpoint
-from async_rl.run.before_start.preflight import _check_loading
+from async_rl.run.before_start.preflight import check_loading
 from learner.loop.ranks import Ranks
 from learner.models.policy import open_policy, save_policy, shard
 from tests.kit.configs import learner_config, make_config
@@ -97,7 +97,7 @@ def test_a_model_whose_router_is_no_parameter_is_refused_before_the_start(tmp_pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     said = r"e_score_correction_bias the checkpoint has the shape \[4\], a push nothing"
     with pytest.raises(ConfigError, match=said):
-        _check_loading("model.path", str(tmp_path), make_config(tmp_path), "eager")
+        check_loading("model.path", str(tmp_path), make_config(tmp_path), "eager")
 
 
 def test_saved_and_exported_policies_have_the_names_of_their_folder(tmp_path: Path, one_rank: None) -> None:

@@ -9,12 +9,10 @@ import ctypes
 import importlib
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,15 +26,11 @@ from async_rl.base.models_and_data.hub_names import hub_repos
 from async_rl.base.seams import ENGINES, EngineEntry
 from async_rl.base.seams.lookup import doc_page
 from async_rl.run.before_start.gpus import check_gpu_driver
-from async_rl.run.before_start.preflight import input_checks
+from async_rl.run.before_start.preflight import check_inputs
 from rollout_server.rewards.code.sandbox import THREE_WAYS, Bubblewrap
 
 IMPORT_TIMEOUT_S = 180
-_WHAT_WIDTH = 25
-"""The width of the first column in characters; the longest name of a check of this machine fits."""
-
 REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('how-to/install.md')})"
-
 GPU_TOOLS = (
     "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; its own are linked to "
     "libnuma.so.1, of the system's package libnuma1 or numactl-libs; where learner and server take turns on a GPU it "
@@ -60,7 +54,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     """Check this machine and, if given, a configuration. Yields each result as soon as it is known.
 
     Args:
-        is_driver: whether this host starts the run. On other hosts only the checks that some pool needs are made.
+        is_driver: whether this host starts the run. On another one only that is checked which servers need.
     """
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
@@ -69,26 +63,24 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
         if entry.packages and (used or not entry.python or Path(entry.server_python("")).exists()):
             yield check_engine(name, entry, config)
     yield check_gpu(used.values())
-    yield _sandbox()
+    try:
+        Bubblewrap().check()
+        yield Check("sandbox", "ok", "programs in answers are contained by bubblewrap")
+    except ConfigError as error:  # the reward `code` and some scorers of reasoning_gym need it
+        yield Check("sandbox", "warn", f"{error}".partition(". ")[0], THREE_WAYS)
     if config:
         yield from examine_config(config, is_driver)
 
 
 def print_table(checks: Iterable[Check]) -> bool:
-    """Print each result as a line on stdout as soon as it is known, then the advice for each that is not ok.
-
-    Returns:
-        Whether no check is broken.
-    """
-    bad = []
+    """Print each result as a line as soon as it is known, and its advice. Returns whether no check is broken."""
+    states = set()
     for check in checks:
-        print(f"{check.state:<6}  {check.what:<{_WHAT_WIDTH}}  {check.found}", flush=True)
-        if check.state != "ok":
-            bad.append(check)
-    for check in bad:
-        if check.mend:
-            print(f"\n{check.state}: {check.what}: {check.found}\n  to mend it: {check.mend}")
-    return all(check.state != "broken" for check in bad)
+        print(f"{check.state:<6}  {check.what:<25}  {check.found}", flush=True)
+        if check.state != "ok" and check.mend:
+            print(f"        to mend it: {check.mend}")
+        states.add(check.state)
+    return "broken" not in states
 
 
 def check_package(name: str) -> Check:
@@ -96,7 +88,7 @@ def check_package(name: str) -> Check:
     try:
         importlib.import_module(name)
     except Exception as error:
-        return Check(name, "broken", f"can't be imported: {_first_line(error)}", REINSTALL)
+        return Check(name, "broken", f"can't be imported: {str(error).partition(chr(10))[0]}", REINSTALL)
     return Check(name, "ok", metadata.version(name))
 
 
@@ -114,16 +106,13 @@ def check_engine(name: str, entry: EngineEntry, config: Config | None) -> Check:
     try:
         command = [python, *(["-I"] if own else []), "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
-        lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [f"code {done.returncode}"]
+        said = ((done.stderr if done.returncode else done.stdout).strip().splitlines() or [""])[-1]
         if done.returncode == 0:
-            return Check(name, "ok", f"{lines[-1]} in {python}")
-        error = lines[-1]
-    except subprocess.TimeoutExpired:
-        error = f"not within {IMPORT_TIMEOUT_S} s"
-    except OSError as failure:
-        error = f"{failure.strerror}"
+            return Check(name, "ok", f"{said} in {python}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
     mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}" if own else REINSTALL
-    found = f"{package} can't be imported by {python}: {error}"
+    found = f"{package} can't be imported by {python}: {said}"
     return Check(name, "broken" if config else "warn", found, f"{mend}, or use the engine of this package: hf")
 
 
@@ -140,11 +129,8 @@ def check_gpu(engines: Collection[EngineEntry]) -> Check:
         if not names:
             check_gpu_driver()
             return Check("GPU", "ok", "none: everything runs on the CPU")
-    except ConfigError as error:
-        found, mend = str(error).split(". ", 1)
-        return Check("GPU", "broken", found, mend)
     except Exception as error:
-        return Check("GPU", "warn", f"torch can't list the GPUs: {_first_line(error)}", REINSTALL)
+        return Check("GPU", "broken" if isinstance(error, ConfigError) else "warn", str(error), REINSTALL)
     found = f"{len(names)} x {names[0]}"
     uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
     if uses_sglang and (missing := _missing_gpu_tools()):
@@ -154,23 +140,9 @@ def check_gpu(engines: Collection[EngineEntry]) -> Check:
 
 def _missing_gpu_tools() -> list[str]:
     """Return the programs, libraries and packages that SGLang's server needs on a GPU and that this host lacks."""
-    import torch
-
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    path = os.pathsep.join(
-        [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{home or '/usr/local/cuda'}/bin"]
-    )
-    missing = [] if shutil.which("ninja", path=path) else ["ninja"]
-    wanted = (torch.version.cuda or "").partition(".")[0]
-    if nvcc := shutil.which("nvcc", path=f"{home}/bin" if home else path):  # the one that SGLang takes
-        said = ""
-        with suppress(OSError, subprocess.TimeoutExpired):  # it can't be run, or hangs
-            said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S).stdout
-        found = re.search(r"release (\d+)", said)
-        if found is None or found[1] != wanted:
-            missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1] if found else 'an unknown version'})")
-    else:
-        missing.append("nvcc")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{home}/bin"])
+    missing = [name for name in ("ninja", "nvcc") if not shutil.which(name, path=path)]
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -178,57 +150,23 @@ def _missing_gpu_tools() -> list[str]:
     return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
 
 
-def _sandbox() -> Check:
-    """Check that bubblewrap can contain programs, for the reward `code` and some scorers of reasoning_gym."""
-    try:
-        Bubblewrap().check()
-    except ConfigError as error:
-        return Check("sandbox", "warn", f"{error}".partition(". ")[0], THREE_WAYS)
-    return Check("sandbox", "ok", "programs in answers are contained by bubblewrap")
-
-
 def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
-    """Make the preflight checks of a run's configuration. Yields their results.
+    """Make the checks that `async-rl train` makes before a run, up to the first that fails.
 
     Nothing is downloaded. If a model or data set in the config is on the hub and not in this host's cache, the result
-    is a warning, and no further check is made. A check is skipped, with a warning, if a check that it needs is not ok.
-
-    Args:
-        is_driver: whether this host starts the run. On other hosts only the checks that some pool needs are made.
+    is a warning, and no further check is made.
     """
     try:
         config = pinned(config)
-    except ConfigError as error:
-        yield Check("hub", "broken", str(error))
-        return
-    for repo in hub_repos(config):
-        try:
+        for repo in hub_repos(config):
             data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
-        except NotInCacheError:
-            found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
-            yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
-            return
-        except ConfigError as error:
-            yield Check(repo.key, "broken", str(error))
-            return
-        yield Check(repo.key, "ok", repo.name)
-    passed = set()
-    for each in input_checks(located(config)):
-        if not is_driver and not each.pools:
-            continue
-        if lacking := [what for what in each.needs if what not in passed]:
-            yield Check(each.what, "warn", f"not checked: that needs the {lacking[0]}")
-            continue
-        try:
-            cautions = each.run()
-        except ConfigError as error:
-            yield Check(each.what, "broken", str(error))
-        except Exception as error:  # e.g. a damaged file; the other checks are still made
-            yield Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
-        else:
-            passed.add(each.what)
-            yield Check(each.what, "warn" if cautions else "ok", " ".join(cautions or [each.value]))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            yield Check(repo.key, "ok", repo.name)
+        cautions = check_inputs(located(config), is_driver=is_driver)
+    except NotInCacheError:
+        found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
+        yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
+    except Exception as error:  # also of a damaged file
+        yield Check("configuration", "broken", str(error) if isinstance(error, ConfigError) else repr(error))
+    else:
+        yield from (Check("configuration", "warn", caution) for caution in cautions)
+        yield Check("configuration", "ok", "a run would start")

@@ -51,7 +51,7 @@ from learner.algorithms.parity import parity_metrics
 from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
-from learner.memory.room import free_room, surely_fits
+from learner.memory.sizes import free_room, surely_fits
 from learner.models.balance import RouterBalance, balance_slopes
 from learner.models.policy import layout_of, open_policy, shard
 from learner.packing import (

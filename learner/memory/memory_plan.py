@@ -8,7 +8,7 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
-from learner.memory.room import GIB, IN_TURNS_BYTES, PROCESS_BYTES, batch_bytes, surely_fits
+from learner.memory.sizes import GIB, IN_TURNS_BYTES, PROCESS_BYTES, batch_bytes, surely_fits
 
 GRAPHS_BYTES = 2 * GIB
 """GPU memory of a server outside its share: CUDA context and graphs. An estimate."""
@@ -69,16 +69,16 @@ class MemoryPlan:
         return self.estimate.rank_memory(checkpoints=self.checkpoints)
 
     def check(self) -> list[str]:
-        """Check that servers and learner ranks fit into memory; return warnings about full micro-batches that don't.
-
-        Raises:
-            ConfigError: a server, or a learner rank with the smallest micro-batches, has too little memory.
-        """
+        """Check that servers and learner ranks fit into memory: `check_servers` and `check_ranks`."""
         self.check_servers()
         return self.check_ranks()
 
     def check_ranks(self) -> list[str]:
-        """Check that the learner's ranks fit into memory; returns and raises as `check` does."""
+        """Return warnings about full micro-batches that don't fit into the memory of a learner rank.
+
+        Raises:
+            ConfigError: even the smallest micro-batches don't.
+        """
         if surely_fits(self.config, self.rank_room):
             return []
         try:

@@ -51,13 +51,11 @@ def measure_pass(
     Raises:
         NotImplementedError: the model can't run without data, or the ranks that split a row gather its keys.
     """
-    nameless = deepcopy(config)
-    nameless._name_or_path = ""  # else the same model in another folder would be measured again
-    model = (type(config), nameless.to_json_string(use_diff=False), config._attn_implementation)
-    arguments = (*model, row_tokens, dtype, checkpoints, masked, slices)
-    if arguments not in _measured:
-        _measured[arguments] = _measure(config, row_tokens, dtype, checkpoints, masked, slices)
-    return _measured[arguments]
+    model = (type(config), config.to_json_string(use_diff=False), config._attn_implementation)
+    arguments = (row_tokens, dtype, checkpoints, masked, slices)
+    if (*model, *arguments) not in _measured:
+        _measured[(*model, *arguments)] = _measure(config, *arguments)
+    return _measured[(*model, *arguments)]
 
 
 def _measure(

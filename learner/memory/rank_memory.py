@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 from async_rl.base.config import Config
 from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.objective import Objective
-from learner.memory.room import surely_fits
-from learner.memory.sizes import MASTER_BYTES, NetworkSizes, networks_of
+from learner.memory.sizes import MASTER_BYTES, NetworkSizes, networks_of, surely_fits
 from learner.models import token_scores
 from learner.models.policy import layout_of
 
@@ -58,13 +57,13 @@ class RankMemoryEstimate:
     """
 
     def __init__(self, config: Config, device_type: str) -> None:
-        self._config, self._device_type = config, device_type
-        self._slices, learner = config.learner.sequence_parallel, config.placement.learner
-        # The number of ranks that weights are split over.
-        self._split = learner.ranks if config.learner.sharding == "full" else max(1, learner.ranks // learner.nodes)
-        self._process = PROCESS_BYTES[device_type]
-        self.dtype = serving_dtype(config, device_type)
+        learner = config.placement.learner
+        self._config, self._process = config, PROCESS_BYTES[device_type]
         self.networks = networks_of(config)
+        self.device_type, self.dtype = device_type, serving_dtype(config, device_type)
+        # The number of ranks that a row, the output head and the embeddings are split over, and that of the weights.
+        self.slices = config.learner.sequence_parallel
+        self.split = learner.ranks if config.learner.sharding == "full" else max(1, learner.ranks // learner.nodes)
 
     def measure(self, network: NetworkSizes, checkpoints: bool) -> PassMemory:
         """Return the memory that the longest row takes on this rank in a pass of the network.
@@ -77,7 +76,7 @@ class RankMemoryEstimate:
         config = self._config
         shares_rows = layout_of([SimpleNamespace(config=network.config)]).masked and config.rollout.group_size > 1
         return measure_pass(
-            network.config, config.longest_tokens, self.dtype, checkpoints=checkpoints, slices=self._slices,
+            network.config, config.longest_tokens, self.dtype, checkpoints=checkpoints, slices=self.slices,
             masked=shares_rows and config.model.attn_implementation in ("sdpa", "eager"),
         )
 
@@ -99,18 +98,17 @@ class RankMemoryEstimate:
             NotImplementedError: a pass can't be measured without data.
         """
         config, learner, longest = self._config, self._config.learner, self._config.longest_tokens
-        tokens = (max_tokens or learner.max_tokens_per_microbatch) * self._slices
+        tokens = (max_tokens or learner.max_tokens_per_microbatch) * self.slices
         in_step = learner.prompts_per_step * config.max_rows_per_group
-        of_rank = -(-in_step // (config.algorithm.num_minibatches * (config.placement.learner.ranks // self._slices)))
+        of_rank = -(-in_step // (config.algorithm.num_minibatches * (config.placement.learner.ranks // self.slices)))
         rows = min(of_rank, max(1, tokens // longest))
         parts: dict[str, int] = {}
         host: dict[str, int] = {}
         for name, num_bytes, is_offloaded in self._held():
-            (host if is_offloaded and self._device_type != "cpu" else parts)[name] = num_bytes
+            (host if is_offloaded and self.device_type != "cpu" else parts)[name] = num_bytes
         passes = [
-            backward_pass(
-                network, self.measure(network, checkpoints), rows=rows, tokens=rows * longest // self._slices,
-                device_type=self._device_type, itemsize=self.dtype.itemsize, split=self._split, slices=self._slices,
+            BackwardPass(
+                self, network, self.measure(network, checkpoints), rows=rows, tokens=rows * longest // self.slices,
                 is_first=of_rank <= rows, keeps_gradients=f"{network.role}: gradients" in parts,
             )
             for network in self.networks if network.trains.all
@@ -121,7 +119,7 @@ class RankMemoryEstimate:
             parts[f"{role}: activations"], parts[f"{role}: gathered"] = round(each.kept), each.gathered
             parts[f"{role}: logits and head"] = each.scores
         parts |= {"push buffers": self._push(), "process": self._process}
-        host["checkpoint being written"] = sum(each.network.saved // self._split for each in passes)
+        host["checkpoint being written"] = sum(each.network.saved // self.split for each in passes)
         return RankMemory(parts, host, peaks)
 
     def kept(self) -> int:
@@ -139,7 +137,7 @@ class RankMemoryEstimate:
         gradients = {name.partition(":")[0]: size for name, size in held.items() if name.endswith("gradients")}
         fixed = sum(held.values()) - sum(gradients.values()) + self._process
         peaks = {"push": float(fixed + self._push())}
-        if self._device_type == "cpu":  # there buckets are kept from push to push
+        if self.device_type == "cpu":  # there buckets are kept from push to push
             fixed += self._buckets()
         objective, policy = Objective(self._config), passes[0]
         critic_waits = not objective.trains_critic_first  # the policy's forward pass comes before its backward pass
@@ -157,7 +155,7 @@ class RankMemoryEstimate:
 
     def _held(self) -> Iterator[tuple[str, int, bool]]:
         """Yield (use, bytes, whether it is offloaded) of everything that a rank keeps in memory during a whole step."""
-        split, offload = self._split, self._config.learner.offload
+        split, offload = self.split, self._config.learner.offload
         for network in self.networks:
             role, trained = network.role, MASTER_BYTES * network.trains.all // split
             if not trained:
@@ -175,84 +173,72 @@ class RankMemoryEstimate:
         policy, bucket_bytes = self.networks[0], self._config.weight_sync.bucket_bytes
         model_bytes = self.dtype.itemsize * policy.has.all
         most = max(bucket_bytes, self.dtype.itemsize * policy.largest) * (1 if model_bytes <= bucket_bytes else 2)
-        return min(model_bytes, most) if self._device_type == "cpu" else most  # on a CPU what is not used is not there
+        return min(model_bytes, most) if self.device_type == "cpu" else most  # on a CPU what is not used is not there
 
     def _push(self) -> int:
         """Return the bytes that only a push needs: the buckets, and the largest weight, gathered and converted."""
         is_converted = self.dtype.itemsize != MASTER_BYTES
-        each = self.dtype.itemsize if is_converted or self._split > 1 else 0
+        each = self.dtype.itemsize if is_converted or self.split > 1 else 0
         if self._config.model.lora.rank:  # gathered in float32, merged with its adapter, and then converted
-            each = MASTER_BYTES * (1 + (self._split > 1)) + self.dtype.itemsize * is_converted
+            each = MASTER_BYTES * (1 + (self.split > 1)) + self.dtype.itemsize * is_converted
         return self._buckets() + self.networks[0].largest * each
 
 
-@dataclass(frozen=True, slots=True)
 class BackwardPass:
     """Bytes of one network's backward pass over a micro-batch on one rank, without stored weights and optimizer state.
-    """
-
-    network: NetworkSizes
-    is_first: bool  # there are no gradients of earlier micro-batches
-    kept: float  # by the forward pass for the backward pass
-    root: int  # weights that a forward pass leaves gathered
-    gathered: int  # the most weights that are gathered at a time
-    scores: int  # logits, and the gradient of the head
-    moments: dict[str, float]  # at each moment that may be the fullest
-
-
-def backward_pass(
-    network: NetworkSizes, row: PassMemory, *, rows: int, tokens: int, device_type: str, itemsize: int, split: int,
-    slices: int, is_first: bool, keeps_gradients: bool,
-) -> BackwardPass:  # fmt: skip
-    """Return the bytes of a backward pass of one network over a micro-batch.
 
     Args:
         row: the memory of one row in a pass.
         rows: rows of full length in the micro-batch.
         tokens: tokens of these rows that this rank has.
-        itemsize: bytes of a number in the compute type.
-        split: ranks that weights are split over.
-        slices: ranks that a row, the output head and the embeddings are split over.
         is_first: there are no gradients of earlier micro-batches.
         keeps_gradients: gradients stay on the device once they are split; with learner.offload all they don't.
     """
-    has, trains, is_tied = network.has, network.trains, network.is_tied
-    # Gathered blocks: the one that computes, and the next one, flat and taken apart.
-    blocks = itemsize * has.block * (1 if split == 1 else 3)
-    waits = slices == 1 or is_tied  # the head stays gathered, and its gradient whole, during the whole pass
 
-    def splitting(numbers: int) -> int:
-        """Return the bytes of gradients while they are split over ranks: copied to float32, then added up in parts."""
-        return max(itemsize * numbers + MASTER_BYTES * numbers, MASTER_BYTES * (numbers + numbers // split))
+    def __init__(
+        self, rank: RankMemoryEstimate, network: NetworkSizes, row: PassMemory, *, rows: int, tokens: int,
+        is_first: bool, keeps_gradients: bool,
+    ) -> None:  # fmt: skip
+        itemsize, split, slices = rank.dtype.itemsize, rank.split, rank.slices
+        has, trains, is_tied = network.has, network.trains, network.is_tied
+        # Gathered blocks: the one that computes, and the next one, flat and taken apart.
+        blocks = itemsize * has.block * (1 if split == 1 else 3)
+        waits = slices == 1 or is_tied  # the head stays gathered, and its gradient whole, during the whole pass
 
-    if slices == 1:  # weights outside the blocks, which are gathered; numbers of embeddings and what is made for them
-        at_logits = between = at_embedding = itemsize * has.rest
-        numbers = trains.rest
-        made = itemsize * (numbers + trains.embeddings * is_tied)  # and those of the head
-    else:
-        root = has.rest - has.embeddings - (0 if is_tied else has.head)
-        between = itemsize * (root + is_tied * (has.embeddings // slices))
-        at_logits = between if is_tied else itemsize * (root + has.head // slices)
-        at_embedding = itemsize * (root + has.embeddings // slices)
-        numbers = trains.embeddings // slices
-        made = (MASTER_BYTES + itemsize + itemsize * is_tied) * numbers
-    of_block = rows * (row.peak - row.kept) + splitting(trains.block)
-    of_block += itemsize * trains.head // slices if waits else 0
-    kept, scores = rows * row.kept, _score_bytes(network, tokens, device_type, itemsize, slices)
-    before = 0 if waits else trains.head
-    after = before + trains.all - trains.rest
-    moments = {  # bytes that only the pass makes, and numbers of the gradients that are split already
-        "logits": (kept + scores + at_logits, 0),
-        "last block": (kept + of_block + between, before),
-        "first block": (kept / max(1, network.layers) + of_block + between, after),
-        "embedding": (max(made + at_embedding, splitting(numbers)), after),
-    }
-    with_gradients = {
-        name: size + blocks + MASTER_BYTES * keeps_gradients * (done if is_first else trains.all) // split
-        for name, (size, done) in moments.items()
-    }
-    gathered = blocks + max(at_logits, between, at_embedding)
-    return BackwardPass(network, is_first, kept, between if waits else 0, gathered, scores, with_gradients)
+        def splitting(numbers: int) -> int:
+            """Return the bytes of gradients while they are split over ranks: copied to float32, then added in parts."""
+            return max(itemsize * numbers + MASTER_BYTES * numbers, MASTER_BYTES * (numbers + numbers // split))
+
+        if slices == 1:  # weights outside the blocks, gathered; numbers of embeddings, and what is made for them
+            at_logits = between = at_embedding = itemsize * has.rest
+            numbers = trains.rest
+            made = itemsize * (numbers + trains.embeddings * is_tied)  # and those of the head
+        else:
+            root = has.rest - has.embeddings - (0 if is_tied else has.head)
+            between = itemsize * (root + is_tied * (has.embeddings // slices))
+            at_logits = between if is_tied else itemsize * (root + has.head // slices)
+            at_embedding = itemsize * (root + has.embeddings // slices)
+            numbers = trains.embeddings // slices
+            made = (MASTER_BYTES + itemsize + itemsize * is_tied) * numbers
+        of_block = rows * (row.peak - row.kept) + splitting(trains.block)
+        of_block += itemsize * trains.head // slices if waits else 0
+        self.network, self.is_first = network, is_first
+        self.kept = kept = rows * row.kept  # by the forward pass for the backward pass
+        self.scores = scores = _score_bytes(network, tokens, rank.device_type, itemsize, slices)
+        self.root = between if waits else 0  # weights that a forward pass leaves gathered
+        self.gathered = blocks + max(at_logits, between, at_embedding)  # the most weights gathered at a time
+        before = 0 if waits else trains.head
+        after = before + trains.all - trains.rest
+        moments = {  # bytes that only the pass makes, and numbers of the gradients that are split already
+            "logits": (kept + scores + at_logits, 0),
+            "last block": (kept + of_block + between, before),
+            "first block": (kept / max(1, network.layers) + of_block + between, after),
+            "embedding": (max(made + at_embedding, splitting(numbers)), after),
+        }
+        self.moments = {  # bytes at each moment that may be the fullest
+            name: size + blocks + MASTER_BYTES * keeps_gradients * (done if is_first else trains.all) // split
+            for name, (size, done) in moments.items()
+        }
 
 
 def _score_bytes(network: NetworkSizes, tokens: int, device_type: str, itemsize: int, slices: int) -> int:

@@ -1,4 +1,4 @@
-"""Sizes of the learner's networks, their optimizer state and their checkpoints, from the headers of weight files.
+"""Sizes of networks, optimizer state and checkpoints from the headers of weight files, and the room that there is.
 
 No optimizer says how much state it has: AdamW has two numbers for each weight, SGD none, Adafactor one for each row and
 column. So the optimizer takes one step with tensors that have shapes but no data.
@@ -10,19 +10,31 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from async_rl.base.config import Config, LearnerConfig
+from async_rl.base.models_and_data.model_folder import weight_shapes
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.loop.optimizer import open_optimizer, some_lr
-from learner.memory.room import networks
 from learner.models.network import freeze
 
+GIB = 2**30
+IN_TURNS_BYTES = 5 * GIB
+"""GPU memory of a server that has released weights and KV cache, such as CUDA graphs. An estimate."""
+PROCESS_BYTES = GIB // 2
+"""CPU memory of a process without weights: the interpreter and its libraries."""
+_MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
+"""The engines' largest batches, of replies and of prompts."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MASTER_BYTES = 4
 """Bytes of a trained weight in float32. Its gradient has as many."""
 
@@ -57,6 +69,20 @@ class NetworkSizes:
     def saved(self) -> int:
         """Bytes of the network's checkpoint: trained weights in float32, their optimizer state and their average."""
         return MASTER_BYTES * self.trains.all + self.state + self.average if self.trains.all else 0
+
+
+def networks(config: Config) -> dict[str, tuple[str, str]]:
+    """Return {role: (key, path)} of the learner's networks, the policy first: the setting of the model, and its value.
+    """
+    algorithm, model = config.algorithm, config.model
+    paths = {"policy": ("model.path", model.path)}
+    if algorithm.advantage_entry.needs_critic:
+        paths["critic"] = ("critic.path", config.critic.path or model.path)
+    if algorithm.kl.kind != "none" and (not model.lora.rank or config.reference.path):
+        paths["reference"] = ("reference.path", config.reference.path or model.path)
+    if config.reward_model.path:
+        paths["reward model"] = ("reward_model.path", config.reward_model.path)
+    return paths
 
 
 def networks_of(config: Config) -> list[NetworkSizes]:
@@ -140,12 +166,65 @@ def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
     return sum(count * num_bytes for count, num_bytes in zip(counts.values(), kept, strict=True))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(state: Any) -> Iterator[Tensor]:
     """Yield the tensors in an optimizer's state. A tensor with fewer bits per number is yielded as its parts."""
-    if hasattr(value, "__tensor_flatten__") and not isinstance(value, FakeTensor):
-        value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+    for leaf in tree_leaves(state):
+        if hasattr(leaf, "__tensor_flatten__") and not isinstance(leaf, FakeTensor):
+            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+def surely_fits(config: Config, room: int) -> bool:
+    """Return whether a rough upper bound of a rank's memory fits `room` bytes. Saves the seconds of measuring a pass.
+    """
+    longest, needed = config.longest_tokens, 0
+    for _, path in networks(config).values():
+        model, weights = AutoConfig.from_pretrained(path).get_text_config(), _num_weights(path)
+        # for each token a layer makes about as many numbers as it has weights for each of its inputs
+        numbers = 4 * weights // model.hidden_size
+        is_eager = config.model.attn_implementation == "eager"
+        pairs = longest * (3 * model.num_hidden_layers * model.num_attention_heads if is_eager else 4)
+        # weight, gradient, AdamW's two moments and an average of each, in float32
+        needed += 5 * MASTER_BYTES * weights + 4 * config.learner.max_tokens_per_forward * (numbers + pairs)
+    return 2 * needed < room
+
+
+def _num_weights(path: str) -> int:
+    return sum(torch.Size(shape).numel() for shape in weight_shapes(Path(path)).values())
+
+
+def batch_bytes(config: Config, model: Any) -> int:
+    """Return the GPU memory that a server's fullest batch takes. `model` is the text part of the model's config.
+
+    It is the larger of two: logits in float32, their softmax, its logarithm and a bfloat16 product, 14 bytes for each
+    reply and word; or gate, up and their product of a batch of prompts, in bfloat16.
+    """
+    replies = min(config.max_running_replies, _MOST_REPLIES)
+    prompts = 6 * _PREFILL_TOKENS * int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
+    return max(14 * replies * int(model.vocab_size), prompts // config.placement.rollout.tp)
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of the container that this process runs in."""
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    total = psutil.virtual_memory().total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_room(config: Config, device: torch.device) -> int:
+    """Return the bytes on `device` that a rank may use, before it loads its models and after its servers have started.
+
+    If other processes use much of a GPU, they are servers. Then memory is left for their fullest batch.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if config.shares_gpus:
+            return total - IN_TURNS_BYTES
+        if total - free < config.rollout.gpu_memory_utilization * total / 2:
+            return free
+        model = AutoConfig.from_pretrained(config.model.path).get_text_config()
+        servers = 1 if config.placement.colocated else config.placement.num_servers
+        return free - servers * batch_bytes(config, model)
+    learner = config.placement.learner
+    return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks

@@ -16,7 +16,7 @@ from async_rl.run.before_start.dry_run import dry_run
 from learner.loop.updater import decide_gradient_checkpointing
 from learner.memory.memory_plan import GRAPHS_BYTES, MemoryPlan
 from learner.memory.rank_memory import RankMemory
-from learner.memory.room import (
+from learner.memory.sizes import (
     GIB,
     batch_bytes,
     free_room,

@@ -12,7 +12,7 @@ from async_rl.base.config.loading import load_config
 from async_rl.base.errors import ConfigError
 from async_rl.run.before_start.dry_run import dry_run
 from async_rl.run.processes.placement import Host
-from learner.memory.room import GIB
+from learner.memory.sizes import GIB
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.documents import ROOT

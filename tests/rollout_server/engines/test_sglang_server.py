@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.run.before_start.gpus import plan_memory
-from learner.memory.room import GIB
+from learner.memory.sizes import GIB
 from tests.kit.engines.pushes import MODELS, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
 from tests.kit.engines.servers import SGLangServer

@@ -95,6 +95,8 @@ class Operations:
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}
         """The request id and the result of each worker's last `admit`, in case the worker repeats it."""
         self._seen_workers: set[str] = set()
+        self._has_prompts = False
+        """Whether a worker has sent its prompts. False after a restart of the buffer."""
         self._incarnations: dict[str, int] = {}
         """The newest known incarnation of each worker. Empty after a restart of the buffer."""
         self._retired: dict[str, int] = {}
@@ -213,7 +215,7 @@ class Operations:
         match request.op:
             case "admit":
                 worker, max_groups = self._worker(fields), fields.integer("max_groups", 1, 2**20)
-                if self.store.draw and not self.store.draw.knows_order:
+                if self.store.draw and not self.store.state.prompts.sources:
                     raise WireError("op: got admit, allowed prompts before it, with task.difficulty")
                 last_id, last_result = self._last_grant.get(worker, (-1, {}))
                 if request.id == last_id:
@@ -274,10 +276,14 @@ class Operations:
         for source in sources:
             if not (isinstance(source, list) and [type(each) for each in source] == [int, int] and min(source) > 0):
                 raise fields.refuse("sources", "a list of pairs of whole numbers above 0")
-        if self.store.draw:
-            self.store.draw.learn([(size, per_epoch) for size, per_epoch in sources], self.store.state.prompts)
-        else:
-            self.store.state.prompts.learn(sources)
+        prompts = self.store.state.prompts
+        if self.store.draw and self._has_prompts and prompts.sources != sources:
+            raise fields.refuse(
+                "sources", f"{str(prompts.sources)[:200]}, the numbers of prompts of another worker: with "
+                "task.difficulty, task.path must hold the same rows on all hosts"
+            )  # fmt: skip
+        self._has_prompts = True
+        prompts.learn(sources)
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")

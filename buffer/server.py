@@ -65,8 +65,6 @@ class BufferServer:
         if found := journal.load() if journal else None:
             rows, scalars, streaks = found
             state.restore(rows, scalars, streaks)
-            if draw:
-                draw.restore(state.prompts)
             self._operations.restore(scalars["refused"], scalars["restarts"] + 1)
         elif saved := resumed_training_state(config):
             self._resume(saved, config.run_dir)

@@ -58,7 +58,7 @@ def play(store: Store, epochs: int, rewards: dict[int, float | None], position: 
 def new_store(config: Config, size: int = PROMPTS) -> Store:
     store = Store(plain_rules(0, config.learner.prompts_per_step), draw=PromptDraw(config))
     assert store.draw
-    store.draw.learn([(size, size)], store.state.prompts)
+    store.state.prompts.learn([[size, size]])
     return store
 
 
@@ -154,13 +154,12 @@ def test_the_records_of_other_data_are_forgotten() -> None:
     store = new_store(skipping(buffer_config()))
     play(store, 2, dict.fromkeys(range(PROMPTS), 1.0), PromptOrder([(PROMPTS, PROMPTS)], 0, shuffles=True))
     scalars, streaks = store.state.scalars(), store.state.prompts.streaks
-    for sources, kept in (([(PROMPTS, PROMPTS)], PROMPTS), ([(PROMPTS, 2 * PROMPTS)], 0)):
+    for sources, kept in (([[PROMPTS, PROMPTS]], PROMPTS), ([[PROMPTS, 2 * PROMPTS]], 0)):
         recorded: dict[int, int | None] = {}
         state = StoreState(record_streak=lambda place, streak, into=recorded: into.update({place: streak}))
         resumed = Store(store.rules, state, PromptDraw(skipping(buffer_config())))
         resumed.state.restore([], scalars, list(streaks.items()))
-        assert resumed.draw
-        resumed.draw.learn(sources, resumed.state.prompts)
+        resumed.state.prompts.learn(sources)
         assert len(resumed.state.prompts.streaks) == kept
         assert recorded == ({} if kept else dict.fromkeys(range(PROMPTS)))
 

@@ -14,7 +14,6 @@ def test_rewards_are_named_by_their_function_unless_they_have_a_name() -> None:
     assert [(each.name, each.reward, each.weight) for each in config.task.named_rewards] == [
         ("gsm8k", "gsm8k", 1.0), ("short", "my:SHORT", -0.5), ("task", "", 1.0),
     ]  # fmt: skip
-    assert config.task.reward_names == "gsm8k, my:SHORT, the task's own"
     alone = load_config(None, [*BASE, "task.reward=my_rewards:score"])
     assert [each.name for each in alone.task.named_rewards] == ["score"]
 

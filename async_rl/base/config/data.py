@@ -165,11 +165,6 @@ class TaskConfig:
         alone = () if self.gives_rewards else (RewardConfig(reward=self.reward),)
         return tuple(replace(each, name=each.name or each.short_name) for each in self.rewards or alone)
 
-    @property
-    def reward_names(self) -> str:
-        """The names of the rewards, as text for the console."""
-        return ", ".join(each.reward or "the task's own" for each in self.named_rewards) or "those of the episodes"
-
 
 class Sampling(NamedTuple):
     """The sampling settings: a temperature, and top_p, top_k and min_p, which leave improbable tokens out.

@@ -289,5 +289,5 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _last_frames(error: RayError, lines: int = 12) -> str:
-    return "\n".join("    " + line for line in str(error).strip().splitlines()[-lines:])
+def _last_frames(error: RayError) -> str:
+    return "\n".join("    " + line for line in str(error).strip().splitlines()[-12:])

@@ -80,7 +80,7 @@ def test_a_buffer_that_has_started_again_takes_a_repeated_retirement(tmp_path: P
         assert len(with_worker(server.address, admit, "rollout/1")) == 6
 
 
-def test_the_journal_has_the_end_of_a_lost_workers_groups_before_the_driver_hears_of_it(tmp_path: Path) -> None:
+def test_lost_groups_have_ended_in_the_journal_before_the_driver_hears_of_it(tmp_path: Path) -> None:
     """Else a buffer that dies then would give the next one groups that nobody runs."""
     config = journalled(tmp_path, placement=UP_TO_TWO)
     with serving(config) as server, learner_at(server):

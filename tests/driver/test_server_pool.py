@@ -154,7 +154,7 @@ async def test_a_server_that_gets_no_weights_in_time_ends_the_run(open_run: Open
         await run.ended()
 
 
-async def test_a_joiner_that_gets_no_weights_in_time_does_not_end_the_run_and_is_tried_less_and_less_often(
+async def test_a_joiner_that_gets_no_weights_in_time_is_tried_less_and_less_often(
     open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_pool, "LONGEST_RETRY_S", 0.0)  # does not hold for a server that fails while it fills

@@ -94,7 +94,7 @@ async def test_a_buffer_with_a_journal_may_be_silent_for_a_third_of_its_own_limi
     assert name == "buffer" and isinstance(error, ProcessKilledError) and setting in str(error)
 
 
-async def test_the_end_of_a_run_is_not_taken_for_the_loss_of_a_process_that_is_lost_meanwhile() -> None:
+async def test_the_end_of_a_run_is_not_the_loss_of_a_process_that_is_lost_meanwhile() -> None:
     lives = Lives()
     following = asyncio.create_task(lives.follow("rollout/0", asyncio.Event().wait()))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)

@@ -99,7 +99,7 @@ def test_evaluations_queue_behind_groups_and_baselines_with_theirs(engine: str, 
 
 @for_both
 @pytest.mark.parametrize("on_update", ["in_place", "retract"])
-def test_no_forward_runs_ahead_of_a_pause_in_place_whose_tokens_could_get_its_version(
+def test_no_forward_whose_tokens_could_get_its_version_runs_ahead_of_a_pause(
     engine: str, on_update: str
 ) -> None:
     speculating = {"speculative_algorithm": "EAGLE"} if engine == "sglang" else {}
@@ -163,7 +163,7 @@ def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(
     assert environment["PYTORCH_ALLOC_CONF"].startswith("max_split_size_mb:128")
 
 
-def test_supports_have_a_limit_at_the_server_and_in_a_request_and_a_primer_asks_for_none() -> None:
+def test_supports_have_a_limit_in_server_and_request_and_a_primer_asks_for_none() -> None:
     room = "sampling-mask-max-tokens"
     assert room not in flags(config()) and flags(config(top_p=0.9))[room] == MODEL.vocab_size
     assert flags(config(top_p=0.9, top_k=9))[room] == 9
@@ -231,7 +231,7 @@ def routed(tokens: int, first: int = 0) -> dict[str, Any]:
     return {"meta_info": {"routed_experts": base64.b64encode(numbers.tobytes()).decode()}}
 
 
-def test_the_experts_in_a_response_are_those_of_the_layers_that_have_some_and_the_first_are_kept() -> None:
+def test_the_experts_in_a_response_are_of_the_layers_that_have_some() -> None:
     routing = read_routing(routed(5), EXPERTS, num_layers=4, num_fed=5)
     assert routing.dtype == np.uint16 and routing.shape == (5, 2, 2)
     assert routing[:2].tolist() == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
@@ -248,7 +248,7 @@ def test_the_experts_in_a_response_are_those_of_the_layers_that_have_some_and_th
     np.testing.assert_array_equal(reply.reply().routing, np.concatenate([old, new[4:]]))
 
 
-def test_experts_are_recorded_and_asked_for_if_the_model_has_some_and_the_learner_replays_them(tmp_path: Path) -> None:
+def test_experts_are_recorded_and_asked_for_if_the_learner_replays_them(tmp_path: Path) -> None:
     mixture, flag = make_config(save_moe(tmp_path / "moe")), "enable-return-routed-experts"
     assert flags(mixture)[flag] is True
     assert flag not in flags(changed(mixture, rollout={"routing": "ignore"}))

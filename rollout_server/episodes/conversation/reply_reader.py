@@ -39,7 +39,7 @@ class Parsed:
     """The result of parsing a reply: its text and its tool calls."""
 
     content: str
-    """The text before the first call."""
+    """The text before the first call, and the calls that can't be read."""
     calls: tuple[tuple[str, str], ...] = ()
     """(name, arguments as JSON text)"""
     errors: tuple[str, ...] = ()
@@ -171,19 +171,22 @@ def _are_texts(value: Any) -> bool:
 def json_calls(text: str, format_name: str) -> Parsed:
     """Parse the tool calls `{"name": ..., "arguments": {...}}` of a reply. Returns its text and calls.
 
+    Calls that can't be read stay in the text: if others can be read, at its end and without their marks.
+
     Args:
         format_name: `hermes` or `llama3`.
     """
     content, parts = FORMATS[format_name](text)
-    calls, errors = [], []
+    calls, errors, unread = [], [], []
     for part in parts:
         try:
             calls.append(read_call(part))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             errors.append(f"{part!r:.200} is no tool call: {error}")
+            unread.append(part)
     if not calls:
         return Parsed(text, errors=tuple(errors))
-    return Parsed(content.strip(), tuple(calls), tuple(errors))
+    return Parsed("\n".join([content.strip(), *unread]).strip(), tuple(calls), tuple(errors))
 
 
 def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping[str, str]) -> ParseCalls:

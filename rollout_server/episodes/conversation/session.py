@@ -14,6 +14,7 @@ Each leaf gives one trainable row. A sampled token is trained in one row only, a
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -423,7 +424,7 @@ class Session:
         message, turn = read.message, len(self._replies)
         self._replies.append(node)  # only now: a reply that can't be read is no reply
         for number, call in enumerate(message.get("tool_calls", ())):
-            call["id"] = f"call{100 * turn + number:05}"  # nine letters and digits: some templates want that
+            call["id"] = _call_id(turn, number)
         return Reply(
             message=message,
             call_errors=read.errors,
@@ -433,6 +434,17 @@ class Session:
             num_tokens=len(node.tokens),
             stop_text=read.stop_text,
         )
+
+
+def _call_id(turn: int, number: int) -> str:
+    """Return the id of a reply's call: nine letters and digits, because some chat templates demand that."""
+    return f"c{turn:04x}{number:04x}"
+
+
+def is_same_reply(one_id: Any, other_id: Any) -> bool:
+    """Return whether these are ids of calls in the same reply of a session."""
+    one, other = (re.fullmatch("c([0-9a-f]{4})[0-9a-f]{4}", str(each)) for each in (one_id, other_id))
+    return one is not None and other is not None and one[1] == other[1]
 
 
 def make_rows(replies: Sequence[Node], max_rows: int = 0) -> list[WholeRow]:

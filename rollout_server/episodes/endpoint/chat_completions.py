@@ -21,6 +21,7 @@ from rollout_server.episodes.endpoint.request import (
     ignored_in,
     invalid,
     sse,
+    tool_schema,
     unsupported,
 )
 
@@ -55,11 +56,13 @@ def read(body: Any) -> AgentRequest:
 def _tools(tools: Any) -> list[Schema]:
     if tools is None:
         return []
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in checked_list(tools, "tools")]
-    for function in functions:
+    found = []
+    for tool in checked_list(tools, "tools"):
+        function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid("tools", "objects of the type function, with function.name", tools)
-    return [{"type": "function", "function": function} for function in functions]
+        found.append(tool_schema(function))
+    return found
 
 
 def _head(request: AgentRequest, kind: str) -> dict[str, Any]:
@@ -92,7 +95,9 @@ def chunks(request: AgentRequest, reply: Reply) -> Iterator[bytes]:
 
 
 def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
+    """Return OpenAI's reason. A reply that was cut says so, even if it has calls: it may lack others."""
+    has_calls = reply.finish_reason != "length" and reply.message.get("tool_calls")
+    return "tool_calls" if has_calls else reply.finish_reason
 
 
 def _usage(reply: Reply) -> dict[str, int]:

@@ -56,7 +56,10 @@ def read(body: Any) -> AgentRequest:
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a body as chat messages. Each result of a tool becomes a message of its own."""
+    """Return the messages of a body as chat messages. Each result of a tool becomes a message of its own.
+
+    Neighbouring messages of the assistant become one, as in Anthropic's API.
+    """
     messages: list[dict[str, Any]] = []
     if system := text_of(body.get("system"), "system", _TEXT):
         messages.append({"role": "system", "content": system})
@@ -67,7 +70,13 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
             raise invalid(place, "an object with the role user, assistant or system", message)
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        messages += _chat_messages(role, checked_list(blocks, f"{place}.content"), place)
+        new = _chat_messages(role, checked_list(blocks, f"{place}.content"), place)
+        if role == "assistant" and messages and messages[-1]["role"] == role:
+            last, (more,) = messages[-1], new
+            last["content"] += more["content"]
+            last.setdefault("tool_calls", []).extend(more.get("tool_calls", ()))
+        else:
+            messages += new
     return messages
 
 
@@ -107,20 +116,24 @@ def message(request: AgentRequest, reply: Reply) -> dict[str, Any]:
 
 
 def _input(call: ToolCall) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Text of a parser that is no JSON object is wrapped in one."""
+    """Return the arguments of a call as an object. Text that is no JSON object is wrapped in one.
+
+    So is an object with a number that is not finite or with half a surrogate pair, which clients can't read.
+    """
     text = call["function"]["arguments"]
     try:
         arguments = json.loads(text)
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
 def _stop_reason(reply: Reply) -> str:
-    if reply.message.get("tool_calls"):
-        return "tool_use"
     if reply.finish_reason == "length":
         return "max_tokens"
+    if reply.message.get("tool_calls"):
+        return "tool_use"
     return "stop_sequence" if reply.stop_text else "end_turn"
 
 

@@ -145,10 +145,19 @@ def flat_tools(tools: Any, kinds: tuple[str | None, ...], parameters: str) -> li
             raise invalid("tools", "objects with a name", tool)
         if tool.get("type") not in kinds:
             raise unsupported([f"tools of the type {tool.get('type')!r:.50}"], "the agent runs its tools itself")
-        function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get(parameters)}
-        set_ones = {key: value for key, value in function.items() if value is not None}
-        found.append({"type": "function", "function": set_ones})
+        found.append(tool_schema(tool, parameters))
     return found
+
+
+def tool_schema(tool: Mapping[str, Any], parameters: str = "parameters") -> Schema:
+    """Return the description of a tool as the chat template gets it: the same keys in the same order for every API.
+
+    Args:
+        parameters: the key of the JSON schema.
+    """
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get(parameters)}
+    set_ones = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": set_ones}
 
 
 def text_of(content: Any, place: str, kinds: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from rollout_server.episodes.conversation.session import Reply
+from rollout_server.episodes.conversation.session import Reply, is_same_reply
 from rollout_server.episodes.endpoint.chat_completions import openai_error
 from rollout_server.episodes.endpoint.request import (
     IGNORED,
@@ -55,8 +55,12 @@ def read(body: Any) -> AgentRequest:
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the items of a body as chat messages. Calls belong to the assistant's message before them."""
+    """Return the items of a body as chat messages. Calls belong to the assistant's message before them.
+
+    Some agents write the outputs of a reply's calls between its calls. Chat messages have all calls first.
+    """
     messages: list[dict[str, Any]] = []
+    newest: dict[str, Any] = {}  # the newest message that is no output
     if instructions := text_of(body.get("instructions"), "instructions", _PARTS):
         messages.append({"role": "system", "content": instructions})
     items = body["input"]
@@ -64,18 +68,31 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         place = f"input[{position}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": text_of(item.get("content"), place, _PARTS)})
+            newest = {"role": item.get("role"), "content": text_of(item.get("content"), place, _PARTS)}
+            messages.append(newest)
         elif kind == "function_call":
             call = {"id": item.get("call_id"), "function": {key: item.get(key) for key in ("name", "arguments")}}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(call)
+            if not _has_call(newest, messages, call):
+                newest = {"role": "assistant", "content": ""}
+                messages.append(newest)
+            newest.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             text = text_of(item.get("output"), place, _PARTS)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
             raise invalid(place, "of the type message, function_call or function_call_output", item)
     return messages
+
+
+def _has_call(newest: dict[str, Any], messages: list[dict[str, Any]], call: dict[str, Any]) -> bool:
+    """Return whether a call belongs to the newest message that is no output.
+
+    It does if that is a message of the assistant without an output after it, or with a call of the same reply.
+    """
+    if newest.get("role") != "assistant":
+        return False
+    calls = newest.get("tool_calls")
+    return newest is messages[-1] or bool(calls and is_same_reply(calls[-1]["id"], call["id"]))
 
 
 def response(request: AgentRequest, reply: Reply) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     POST /s/{key}/v1/chat/completions    OpenAI's chat completions
     POST /s/{key}/v1/responses           OpenAI's responses
     POST /s/{key}/v1/messages            Anthropic's messages
-    GET  /s/{key}/v1/models
+    GET  /s/{key}/v1/models, /s/{key}/v1/models/policy
 
 All have tools, streaming and usage. The tokens and versions of a reply don't depend on the API that asked for it.
 
@@ -44,6 +44,11 @@ NUM_REMEMBERED = 10_000
 _RETRY_COUNT = "x-stainless-retry-count"
 """OpenAI's and Anthropic's clients send this header with every request: 0, or the number of the retry."""
 _APIS = {"chat/completions": CHAT_COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+_MODEL = {
+    "id": "policy", "display_name": "policy", "owned_by": "run",
+    "object": "model", "created": 0, "type": "model", "created_at": "1970-01-01T00:00:00Z",
+}  # fmt: skip
+"""The model that `GET /models` lists, with the keys of OpenAI's and of Anthropic's API."""
 _PREFIXES = ("/s/{key}/v1", "/s/{key}/v1/v1", "/v1")
 """Anthropic's clients append /v1 to their base_url, OpenAI's do not. So /v1 may come twice."""
 
@@ -98,6 +103,7 @@ class AgentEndpoint:
             for path in _APIS:
                 app.router.add_post(f"{prefix}/{path}", self._answer)
             app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models/policy", self._model)
         self._runner = web.AppRunner(
             app, access_log=None, logger=_http_log, shutdown_timeout=1.0, handler_cancellation=True,
             keepalive_timeout=HEAD_S, lingering_time=1.0,
@@ -165,7 +171,12 @@ class AgentEndpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "run"}]})
+        ends = {"has_more": False, "first_id": _MODEL["id"], "last_id": _MODEL["id"]}
+        return web.json_response({"object": "list", "data": [_MODEL], **ends})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response(_MODEL)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request with a reply of its session. The reply counts as received once it is written.
@@ -223,8 +234,9 @@ def _key_of(request: web.Request) -> str:
 
 
 def _api_of(request: web.Request) -> Api:
-    """Return the API that a request's address belongs to; of other addresses chat completions."""
-    return next((api for path, api in _APIS.items() if request.path.endswith(f"/v1/{path}")), CHAT_COMPLETIONS)
+    """Return the API that has a request's address or one above it; of other addresses chat completions."""
+    _, _, below = request.path.rpartition("/v1/")
+    return next((api for path, api in _APIS.items() if f"{below}/".startswith(f"{path}/")), CHAT_COMPLETIONS)
 
 
 def _engine_failed(opened: OpenSession, error: Exception) -> RequestRefusedError:

@@ -14,7 +14,12 @@ import openai
 import pytest
 
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.chat_messages import user
+from rollout_server.episodes.conversation.chat_messages import Message, ToolCall, user
+from rollout_server.episodes.conversation.session import Reply
+from rollout_server.episodes.endpoint.chat_completions import CHAT_COMPLETIONS
+from rollout_server.episodes.endpoint.messages import MESSAGES
+from rollout_server.episodes.endpoint.request import AgentRequest
+from rollout_server.episodes.endpoint.responses import RESPONSES
 from rollout_server.episodes.endpoint.server import AgentEndpoint, OpenSession
 from tests.kit.episodes.endpoint import ADD, ASK, TOKENIZER, client, post, with_session
 from tests.kit.episodes.example_tools import add
@@ -23,6 +28,7 @@ QUESTION, ANSWER = "17+25, and 1+2?", "42 and 3."
 CALLS = "I add.\n" + "\n".join(
     f'<tool_call>\n{{"name":"add",  "arguments":{{"a":{a},"b":{b}}}}}\n</tool_call>' for a, b in ((17, 25), (1, 2))
 )
+CHAT_TOOL = {"type": "function", "function": {"strict": True, **dict(reversed(ADD["function"].items()))}}
 NAME, DESCRIPTION, PARAMETERS = (ADD["function"][key] for key in ("name", "description", "parameters"))
 
 
@@ -35,7 +41,7 @@ async def chat_agent(opened: OpenSession, streams: bool) -> str:
     messages: list[Any] = [{"role": "system", "content": "Add."}, {"role": "user", "content": QUESTION}]
     async with client(opened) as llm:
         while True:
-            asked: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [ADD]}
+            asked: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [CHAT_TOOL]}
             if streams:
                 chunks = [chunk async for chunk in await llm.chat.completions.create(**asked, stream=True)]
                 message: Any = chunks[0].choices[0].delta
@@ -136,6 +142,62 @@ def test_every_api_records_the_row_that_chat_completions_record(
     for row in others:
         for name in ("tokens", "mask", "versions", "logprobs"):
             np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
+
+
+def test_a_reply_that_an_agent_tells_in_parts_is_one_message() -> None:
+    use = [{"type": "tool_use", "id": str(n), "name": "add", "input": {}} for n in (1, 2)]
+    parts = [{"type": "text", "text": "I add."}, *use]
+    told = [user("a"), *({"role": "assistant", "content": [part]} for part in parts)]
+    _, message = MESSAGES.read({"messages": told}).messages
+    assert message["content"] == "I add." and [call["id"] for call in message["tool_calls"]] == ["1", "2"]
+
+    for other, roles in (("c00010001", ["assistant", "tool", "tool"]), ("c00020000", ["assistant", "tool"] * 2)):
+        items = [
+            {"type": kind, "call_id": id_, "name": "add", "arguments": "{}", "output": "4"}
+            for id_ in ("c00010000", other) for kind in ("function_call", "function_call_output")
+        ]  # fmt: skip
+        assert [message["role"] for message in RESPONSES.read({"input": items}).messages] == roles
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": -1e999}', '{"a": "\\ud800"}', "{"])
+def test_a_cut_reply_with_a_call_says_so_and_has_arguments_that_clients_read(arguments: str) -> None:
+    call = ToolCall(id="c00000000", type="function", function={"name": "add", "arguments": arguments})
+    message = Message(role="assistant", content="", tool_calls=[call])
+    reply = Reply(
+        message=message, call_errors=(), finish_reason="length", turn=0, num_prompt_tokens=1, num_tokens=1
+    )
+    asked = AgentRequest(messages=[], tools=[], max_tokens=None, stream=False, model="policy")
+    assert CHAT_COMPLETIONS.body(asked, reply)["choices"][0]["finish_reason"] == "length"
+    assert RESPONSES.body(asked, reply)["status"] == "incomplete"
+    body = MESSAGES.body(asked, reply)
+    assert body["stop_reason"] == "max_tokens" and body["content"][0]["input"] == {"arguments": arguments}
+
+
+def test_no_two_calls_of_an_episode_have_the_same_id() -> None:
+    ids: list[str] = []
+
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        for _ in range(2):
+            _, body, _ = await post(opened, {**ASK, "tools": [ADD]})
+            ids.extend(call["id"] for call in body["choices"][0]["message"]["tool_calls"])
+
+    many = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 101
+    with_session(agent, many, many, max_tokens=10_000)
+    assert len(set(ids)) == 202 and {len(each) for each in ids} == {9}
+
+
+def test_clients_find_the_model_and_their_own_errors() -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        async with client(opened) as llm:
+            assert (await llm.models.retrieve("policy")).created == 0
+        async with claude(opened) as llm:
+            (model,) = [model async for model in llm.models.list()]
+            assert (model.type, model.display_name, model.created_at.year) == ("model", "policy", 1970)
+            with pytest.raises(anthropic.NotFoundError) as refused:
+                await llm.messages.count_tokens(model="policy", messages=[{"role": "user", "content": "hi"}])
+        assert refused.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+    with_session(agent)
 
 
 def test_the_key_may_be_the_api_key_of_anthropics_client() -> None:

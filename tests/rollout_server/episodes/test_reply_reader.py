@@ -63,7 +63,7 @@ def test_a_malformed_call_is_an_error_and_stays_in_the_text(call: str) -> None:
     (error,) = parsed.errors
     assert repr(call) in error
     mixed = json_calls(text + CALL, "hermes")  # a good call beside it is kept
-    assert mixed.calls == (ADD,) and len(mixed.errors) == 1
+    assert mixed.calls == (ADD,) and len(mixed.errors) == 1 and mixed.content == call
 
 
 LONG = 100_000

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.base.config import ColumnsConfig, Config, DataConfig, TaskConfig
+from async_rl.base.config.suites import GSM8K_INSTRUCTION
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.row_files import Rows, files_of, rows_of
 from async_rl.base.types import Prompt
@@ -30,7 +31,7 @@ from rollout_server.question import Question
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task, chat_messages
 from rollout_server.tasks.gsm8k import COLUMNS as GSM8K_COLUMNS
-from rollout_server.tasks.gsm8k import INSTRUCTION, gsm8k_row, is_gsm8k_row
+from rollout_server.tasks.gsm8k import gsm8k_row, is_gsm8k_row
 
 KNOWN = {
     "prompt": ("prompt", "question"),
@@ -218,7 +219,7 @@ class FilesTask(Task):
         if is_of_gsm8k(found.columns, named.columns, found.rows):
             self.cautions.append(
                 f"{file} is read as GSM8K's own: references are the numbers after ####, and to each prompt is added: "
-                f"{INSTRUCTION} If that is not meant, set {named.own}: {{prompt: question, reference: answer}}."
+                f"{GSM8K_INSTRUCTION} If that is not meant, set {named.own}: {{prompt: question, reference: answer}}."
             )
             return [gsm8k_question(row, first + i, places[i]) for i, row in enumerate(found.rows)]
         columns = find_columns(found.columns, named, str(file))

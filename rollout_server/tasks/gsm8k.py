@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_rl.base.config.suites import GSM8K_INSTRUCTION
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.row_files import numbered_lines
 
-INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
 DATA_SOURCE = "openai/gsm8k"
 COLUMNS = ("question", "answer")
 _MARKED = re.compile(r"#### (-?\d[\d,]*(?:\.\d+)?)")
@@ -51,7 +51,7 @@ def gsm8k_row(item: Mapping[str, Any], index: int, where: str) -> dict[str, Any]
         )
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
+        "prompt": [{"role": "user", "content": f"{question}\n{GSM8K_INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": number.replace(",", "")},
         "extra_info": {"index": index, "question": question, "answer": answer},

@@ -54,9 +54,11 @@ def _rows(data: DataConfig, named: NamedColumns) -> Iterator[tuple[Question, int
         columns = find_columns(rows.columns, named, str(file))
         for each in rows.rows:
             where = f"row {row} of {data.path}"
-            if data.name == "gsm8k":  # its answers are worked solutions
-                each = {**each, columns.reference: gsm8k_row(each, row, where)["reward_model"]["ground_truth"]}
             question = make_question(each, columns, data.name, where)
+            if data.name == "gsm8k":  # its answers are worked solutions
+                worked = {"question": question.messages[-1]["content"], "answer": question.ground_truth}
+                number = gsm8k_row(worked, row, where)["reward_model"]["ground_truth"]
+                question = replace(question, ground_truth=number)
             check_reference(benchmark.reward, question.ground_truth, where)
             *before, last = question.messages
             last = {**last, "content": f"{last['content']}\n{benchmark.instruction}"}

@@ -393,12 +393,19 @@ def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConf
     """
     if evaluation.samples_per_prompt == 1:
         return
+    answers = [reward for group in rewards for reward in group]
+    yield _mean(f"eval/avg_at_{evaluation.samples_per_prompt}", sum(map(evaluation.is_right, answers)), len(answers))
+    yield from _pass_metrics(rewards, evaluation)
+
+
+def _pass_metrics(
+    rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig, end: str = ""
+) -> Iterator[Metric]:
+    """Yield the mean pass@k of prompts with at least k answers, for k in eval.pass_at. The keys have this end."""
     correct = [(sum(map(evaluation.is_right, group)), len(group)) for group in rewards]
-    right, asked = map(sum, zip(*correct, strict=True))
-    yield _mean(f"eval/avg_at_{evaluation.samples_per_prompt}", right, asked)
     for k in evaluation.pass_at:
         if chances := [pass_at_k(c, n, k) for c, n in correct if n >= k]:
-            yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))
+            yield _mean(f"eval/pass_at_{k}{end}", sum(chances), len(chances))
 
 
 def _gold_moments(gold: Sequence[float]) -> Iterator[Metric]:
@@ -424,7 +431,7 @@ def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> I
 def source_metrics(
     sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
 ) -> Iterator[Metric]:
-    """Yield the share of right answers and the mean reward by source, for several sources or those of eval.suite.
+    """Yield the share of right answers, the mean reward and pass@k by source, for several sources or eval.suite's.
 
     Args:
         sources: the source of each prompt.
@@ -435,6 +442,7 @@ def source_metrics(
         found = [reward for group in groups for reward in group]
         yield _mean(f"eval/accuracy/{source}", sum(map(evaluation.is_right, found)), len(found))
         yield _mean(f"eval/reward_on/{source}", sum(reward or 0.0 for reward in found), len(found))
+        yield from _pass_metrics(groups, evaluation, f"/{source}")
 
 
 def prompt_metrics(

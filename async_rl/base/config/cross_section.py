@@ -116,7 +116,7 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskC
 
 
 def check_suite(evaluation: EvalConfig, task: TaskConfig) -> None:
-    """Check that eval.suite, if it is set, has no other held-out prompts or rewards beside it."""
+    """Check that eval.suite, if it is set, has no other held-out prompts or rewards, and a threshold for its rules."""
     names = [each.name for each in evaluation.suite]
     for other, key, hint in (
         (bool(task.eval_path), "task.eval_path", "Its prompts would be replaced. Leave one of the two empty."),
@@ -124,6 +124,11 @@ def check_suite(evaluation: EvalConfig, task: TaskConfig) -> None:
         (bool(evaluation.gold_reward), "eval.gold_reward", "The watcher needs held-out prompts of the task."),
     ):
         check(not (names and other), "eval.suite", names, f"empty with {key}", hint)
+    check(
+        not names or (evaluation.is_right(1.0) and not evaluation.is_right(0.0)), "eval.correct_threshold",
+        evaluation.correct_threshold, "above 0 and at most 1 with eval.suite",
+        "The rules of its benchmarks give 1 to a right answer and 0 to a wrong one.",
+    )
 
 
 def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> None:

@@ -24,11 +24,11 @@ class Benchmark:
 
 
 _BOX = "Work it out step by step. Put the final answer in \\boxed{}."
-_NUMBER = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
+GSM8K_INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
 SUITES = {
     "gsm8k": Benchmark(
         path="hf://openai/gsm8k:main/test", columns=ColumnsConfig(prompt="question", reference="answer"),
-        reward="gsm8k_flexible", instruction=_NUMBER,
+        reward="gsm8k_flexible", instruction=GSM8K_INSTRUCTION,
     ),
     "math500": Benchmark(
         path="hf://HuggingFaceH4/MATH-500/test.jsonl", columns=ColumnsConfig(prompt="problem", reference="answer"),
@@ -51,6 +51,11 @@ def _read_suite(given: Any) -> tuple[DataConfig, ...]:
         data = each if isinstance(each, DataConfig) else _entry(each)
         if data.name not in SUITES:
             raise ConfigError(f"eval.suite must name {', '.join(SUITES)}, got {data.name!r}")
+        if data.weight != 1 or data.columns.solution or data.columns.source:
+            raise ConfigError(
+                f"eval.suite: {data.name} must have no weight, columns.solution or columns.source. They would have no "
+                "effect: each question is asked once, and its source is the benchmark. Leave them out"
+            )
         if data.columns == ColumnsConfig():
             data = replace(data, columns=SUITES[data.name].columns)
         found.append(data)

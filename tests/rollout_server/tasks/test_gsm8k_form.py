@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.base.config import ColumnsConfig
-from rollout_server.tasks.gsm8k import INSTRUCTION
+from async_rl.base.config.suites import GSM8K_INSTRUCTION
 from tests.kit.data_files import opened, written
 
 GSM8K = {"question": "How many?", "answer": "1000 + 234 = 1234\n#### 1,234"}
@@ -20,11 +20,11 @@ def test_a_file_of_gsm8ks_own_form_is_told_with_the_instruction_that_is_added(tm
     rows = [GSM8K, {"question": "Less?", "answer": "#### -0.5\n"}]
     task = opened(written(tmp_path / "rows.jsonl", rows), shuffle=False)
     first, second = (task.prompt(i).question for i in range(2))
-    assert first.messages == ({"role": "user", "content": f"How many?\n{INSTRUCTION}"},)
+    assert first.messages == ({"role": "user", "content": f"How many?\n{GSM8K_INSTRUCTION}"},)
     assert (first.ground_truth, first.solution, first.source) == ("1234", GSM8K["answer"], "openai/gsm8k")
     assert second.ground_truth == "-0.5"
     (caution,) = task.cautions
-    assert "rows.jsonl" in caution and INSTRUCTION in caution and "task.columns" in caution
+    assert "rows.jsonl" in caution and GSM8K_INSTRUCTION in caution and "task.columns" in caution
 
 
 @pytest.mark.parametrize("rows", [
@@ -42,7 +42,7 @@ def test_another_file_of_questions_and_answers_stays_as_it_is(
         assert (question.ground_truth, question.source) == (row["answer"], "rows")
         assert question.extra == ({"id": 3} if "id" in row else {})
     (caution,) = task.cautions
-    assert "task.columns" in caution and INSTRUCTION not in caution
+    assert "task.columns" in caution and GSM8K_INSTRUCTION not in caution
 
 
 def test_named_columns_are_taken_as_they_are(tmp_path: Path) -> None:

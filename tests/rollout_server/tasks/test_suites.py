@@ -102,6 +102,7 @@ def test_each_benchmark_is_scored_by_its_own_rule_with_avg_at_k_and_an_interval(
     assert values["eval/accuracy/gsm8k"] == 3 / 8  # of two answers to each question one is "no idea"
     assert values["eval/accuracy/math500"] == 1 / 4 and values["eval/accuracy/aime25"] == 1 / 2
     assert values["eval/avg_at_2"] == values["eval/accuracy"] == 5 / 14
+    assert values["eval/pass_at_2/gsm8k"] == 3 / 4 and values["eval/pass_at_2/aime25"] == 1
     assert values["eval/prompts"] == 7 and values["eval/prompts/gsm8k"] == 4
     # gsm8k: shares 1/2, 1/2, 0, 1/2, two right and two wrong prompts beside them
     centre = (1.5 + 2) / 8
@@ -124,6 +125,8 @@ def test_an_interval_has_a_width_even_if_all_answers_are_right() -> None:
     ("overrides", "named"),
     [
         (["eval.suite=[mmlu]"], "gsm8k, math500, aime25"), (["eval.suite=[gsm8k,gsm8k]"], "once"),
+        (["eval.suite=[{name: gsm8k, weight: 2}]"], "weight"),
+        *((["eval.suite=[gsm8k]", f"eval.correct_threshold={each}"], "eval.correct_threshold") for each in (0, 1.5)),
         (["eval.suite=[gsm8k]", "task={path: a.jsonl, eval_path: b.jsonl}"], "task.eval_path"),
         (["eval.suite=[gsm8k]", "eval.gold_reward=task", "eval.every_steps=1"], "eval.gold_reward"),
     ],
@@ -143,6 +146,14 @@ def test_a_question_that_is_too_long_is_refused_and_not_left_out(tmp_path: Path)
     file.write_bytes(jsonl([{"problem": "x", "answer": None}]))
     with pytest.raises(ConfigError, match="row 0"):
         prompts_of(changed(config, eval={"num_prompts": 3}))
+
+
+def test_a_copy_of_a_benchmark_may_have_other_columns(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_bytes(jsonl([{"problem": row["question"], "worked": {"out": row["answer"]}} for row in GSM8K]))
+    columns = {"prompt": "problem", "reference": "worked.out"}
+    prompts = prompts_of(config_of([{"name": "gsm8k", "path": str(file), "columns": columns}]))
+    assert [prompt.question.ground_truth for prompt in prompts] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.telemetry.metrics_logger import MetricsLogger
+from async_rl.base.telemetry.prometheus import open_prometheus
 from tests.kit.configs import make_config
 
 
@@ -56,21 +57,34 @@ def test_a_scrape_gets_gauges_counters_and_histograms_by_their_names(tmp_path: P
             Metric("staleness/mean", 0.0),
         ]
         logger.reduce(declared)
-        for step, staleness in ((1, 0.5), (2, 1.5)):
+        for step, staleness, broken in ((1, 0.5, 1.0), (2, 1.5, math.nan)):
             logger.log(step, {
-                "push/bytes": 100.0, "batch/response_tokens": 7.0, "time/step_s": 2.0, "staleness/mean": staleness,
-                "broken": math.nan, "by_staleness/0/reward": 0.25, "by_staleness/0_reward": 0.75,
+                "push/bytes": 100.0, "push/bytes_total": 3.0, "batch/response_tokens": 8.0, "time/step_s": 2.0,
+                "staleness/masked_fraction": 0.25, "staleness/mean": staleness, "broken": broken,
+                "by_staleness/0/reward": 0.25, "by_staleness/0_reward": 0.75,
             })  # fmt: skip
-        logger.log_eval(2, {"eval/reward": 0.5})
+        logger.log_eval(1, {"eval/reward": 0.5})
         found = scraped(port)
     assert found["async_rl_staleness_mean"] == (1.5, "gauge")
     assert found["async_rl_push_bytes_total"] == (200.0, "counter")
-    assert found["rl_train_tokens_total"] == (14.0, "counter") and found["rl_train_steps_total"] == (2.0, "counter")
+    assert found["rl_train_tokens_total"] == (12.0, "counter") and found["async_rl_step"] == (2.0, "gauge")
+    assert found["rl_train_steps_total"] == (2.0, "counter")
     assert found["rl_loop_duration_seconds_sum"] == (4.0, "histogram")
     assert found["rl_environment_reward_mean"] == (0.5, "gauge") and found["rl_run_info"][0] == 1.0
     assert found["async_rl_by_staleness_0_reward"][0] in (0.25, 0.75) and "async_rl_broken" not in found
     with pytest.raises(OSError):
         urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_the_server_ends_with_the_run_although_a_record_has_failed() -> None:
+    port = free_port()
+    exporter = open_prometheus(with_port(port), {}, print)
+    assert exporter is not None
+    exporter.log({"a": "no number"})  # type: ignore[dict-item]
+    scraped(port)
+    exporter.close()
+    with pytest.raises(OSError):
+        scraped(port)
 
 
 def test_a_port_that_is_taken_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

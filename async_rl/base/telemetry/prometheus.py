@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.seams.lookup import lacking
-from async_rl.base.telemetry.metrics import EPISODES, PLAIN, TIME, TOKENS, Declaration
+from async_rl.base.telemetry.metrics import EPISODES, PLAIN, TIME, TOKENS, Declaration, trained_tokens
 from async_rl.base.telemetry.trackers import Tracker
 
 DURATIONS = {TIME: "rl_loop_duration", "time/train_s": "rl_train_duration", "time/sync_s": "rl_sync_duration"}
@@ -89,21 +90,27 @@ class PrometheusExporter(Tracker):
         self._run, self._thread = start_http_server(port, host, self._registry)
 
     def log(self, record: Mapping[str, float]) -> None:
-        """Take in a record. Values that are not finite are left out."""
+        """Take in a record. A value that is not finite is left out, and removes the metric's last value."""
         self._attempt(lambda: self._add(record))
 
     def close(self) -> None:
         """Stop the server. The last values can't be scraped any more."""
-        self._attempt(self._run.shutdown)
-        self._attempt(self._run.server_close)
+        for end in (self._run.shutdown, self._run.server_close):
+            with suppress(Exception):
+                end()
 
     def _add(self, record: Mapping[str, float]) -> None:
         totals, last = dict(self._totals), dict(self._last)  # a scrape reads the old ones meanwhile
-        if "time/written_at_s" in record:  # not in the record of an evaluation
+        values = {key: value for key, value in record.items() if math.isfinite(value)}
+        for key in record.keys() - values.keys():
+            last.pop(key, None)
+        if "time/written_at_s" in values:
             totals[STEPS] = totals.get(STEPS, 0.0) + 1
-        for key, value in record.items():
-            if not math.isfinite(value):
-                continue
+        else:
+            values.pop("step", None)  # of an evaluation or a late metric, whose step may be an older one
+        if TOKENS in values:
+            values[TOKENS] = trained_tokens(values)
+        for key, value in values.items():
             if key in self._durations:
                 self._durations[key].observe(value)
             elif key in COUNTERS or self._declared.get(key, PLAIN).over_steps == "sum":
@@ -123,8 +130,12 @@ class PrometheusExporter(Tracker):
         ):  # fmt: skip
             for key, value in values.items():
                 name = known.get(key) or prometheus_name(key)
-                if name not in taken:
-                    taken.add(name)
+                names = {name}
+                if family is CounterMetricFamily:  # its sample has the name with _total
+                    name = name.removesuffix("_total")
+                    names = {name, f"{name}_total"}
+                if not names & taken:
+                    taken |= names
                     samples = family(name, _help(key, self._declared.get(key, PLAIN)), labels=[RUN_ID])
                     samples.add_metric([self._run_id], value)
                     yield samples

@@ -535,9 +535,18 @@ def _sweep(args: argparse.Namespace) -> int:
     if is_bare:
         print(f"this sweep makes {prod(len(axis.levels) for axis in sweep.axes)} runs: staleness.max {BOUNDS}, each "
               f"with {args.seeds} seeds. --staleness 0,1,4 --seeds 1 makes fewer; --dry-run lists them", flush=True)
-        if not args.yes and sys.stdin.isatty() and input("start? [y/N] ").strip().lower() not in ("y", "yes"):
+        if not args.yes and sys.stdin.isatty() and not _is_confirmed("start? [y/N] "):
             return 0
     return run_and_report(sweep)
+
+
+def _is_confirmed(question: str) -> bool:
+    """Ask a question on the terminal. Anything but y or yes is a no, the end of the input too."""
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -24,8 +24,8 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; t
 fi
 
 if [ "$set" = cuda ]; then  # before gigabytes are fetched that could not run
-    glibc=$(ldd --version 2>/dev/null | sed -n '1s/.* //p')
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    glibc=$(ldd --version 2>/dev/null | sed -n '1s/.* //p' || true)
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
     is_older() { [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n 1)" != "$2" ]; }
     if [ -n "$glibc" ] && is_older "$glibc" 2.34; then
         echo "setup: the CUDA set needs glibc 2.34 or newer (Ubuntu 22.04, Debian 12, RHEL 9), here is $glibc" >&2

@@ -26,6 +26,7 @@ def program(file: Path, says: str) -> None:
         ("2.31", "580.65.06", "here is 2.31"),
         ("2.35", "535.183.01", "here is 535.183.01"),
         ("2.34", "580", "installing the cuda set"),
+        ("", "", "installing the cuda set"),
     ],
 )
 def test_too_old_a_glibc_or_driver_is_told_before_anything_is_fetched(
@@ -54,8 +55,10 @@ def set_up(
     Where it would make an environment, the file `made` appears in `folder`; where it calls uv, the file `uv`.
     """
     (folder / "bin").mkdir()
-    program(folder / "bin" / "ldd", f"ldd (Ubuntu GLIBC {glibc}-0ubuntu3) {glibc}")
-    program(folder / "bin" / "nvidia-smi", driver)
+    if glibc:
+        program(folder / "bin" / "ldd", f"ldd (Ubuntu GLIBC {glibc}-0ubuntu3) {glibc}")
+    if driver:
+        program(folder / "bin" / "nvidia-smi", driver)
     for name in ("bash", "sed", "sort", "head", "cat", "sha256sum", "dirname", "mkdir"):
         (folder / "bin" / name).symlink_to(str(shutil.which(name)))
     venv = folder / "venv"
@@ -76,5 +79,5 @@ def set_up(
     return subprocess.run(
         [str(shutil.which("bash")), str(SETUP)], capture_output=True, text=True, timeout=60,
         env={"PATH": str(folder / "bin"), "ASYNC_RL_VENV": str(venv), "HOME": os.environ.get("HOME", "/"),
-             "PIP_FIND_LINKS": "/some/wheels"},
+             "PIP_FIND_LINKS": "/some/wheels", "ASYNC_RL_SET": "" if driver else "cuda"},
     )

@@ -129,7 +129,7 @@ class AgentRunner:
 
     async def _attempt(self, question: Question, open_session: Callable[[], Session]) -> Episode:
         if isinstance(self._agent, AgentProcess):
-            await self._agent.ready()  # the time limits of an attempt count from here
+            await self._agent.started()  # the time limits of an attempt count from here
         attempt = _AgentAttempt(self._limits, open_session(), self.endpoint, self._agent, question)
         episode = await attempt.run()
         return episode.with_reward(attempt.reward) if episode.rows else episode
@@ -231,14 +231,21 @@ class AgentProcess:
         self._calls: dict[int, tuple[asyncio.subprocess.Process, asyncio.Future[float]]] = {}
         self._num_deaths = 0
 
-    async def ready(self) -> None:
-        """Wait until the process has imported the agent; start one if none runs.
+    async def started(self) -> asyncio.subprocess.Process:
+        """Return the process, once it has imported the agent; start one if none runs.
 
         Raises:
             ProcessDiedError: the process can't start, or died MAX_DEATHS times without an answer in between.
             WaitTimeoutError: the process did not import the agent within START_S.
         """
-        await self._running()
+        if self._starting is None or (self._starting.done() and _has_ended(self._starting)):
+            if self._num_deaths >= MAX_DEATHS:
+                raise ProcessDiedError(
+                    f"the process of the agent {self._name} died {MAX_DEATHS} times without an answer in between. The "
+                    f"end of its log {self._log_file}:\n{_tail(self._log_file)}"
+                )
+            self._starting = asyncio.create_task(self._start(), name=f"start of {self._name}", context=Context())
+        return await asyncio.shield(self._starting)
 
     async def __call__(self, question: Question, base_url: str, api_key: str) -> float:
         """Call the agent with a question, and return its reward. Cancelling this call cancels the agent's call too.
@@ -246,9 +253,9 @@ class AgentProcess:
         Raises:
             EpisodeFailedError: the process died meanwhile, or the agent returned no number.
             AgentRaisedError: the agent raised.
-            ProcessDiedError, WaitTimeoutError: the process can't start; see `ready`.
+            ProcessDiedError, WaitTimeoutError: the process can't start; see `started`.
         """
-        process = await self._running()
+        process = await self.started()
         assert process.stdin is not None
         number = next(self._numbers)
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -279,20 +286,6 @@ class AgentProcess:
                 await _wait_for_end(process)
         if self._reading is not None:
             self._reading.cancel()
-
-    async def _running(self) -> asyncio.subprocess.Process:
-        """Return the agent's process.
-
-        If none runs, start one, or raise ProcessDiedError if it has died MAX_DEATHS times.
-        """
-        if self._starting is None or (self._starting.done() and _has_ended(self._starting)):
-            if self._num_deaths >= MAX_DEATHS:
-                raise ProcessDiedError(
-                    f"the process of the agent {self._name} died {MAX_DEATHS} times without an answer in between. The "
-                    f"end of its log {self._log_file}:\n{_tail(self._log_file)}"
-                )
-            self._starting = asyncio.create_task(self._start(), name=f"start of {self._name}", context=Context())
-        return await asyncio.shield(self._starting)
 
     async def _start(self) -> asyncio.subprocess.Process:
         try:
@@ -335,7 +328,8 @@ class AgentProcess:
         try:
             while line := await process.stdout.readline():
                 self._answer(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:  # ValueError: no JSON, or longer than _MAX_LINE_BYTES
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            # ValueError: no JSON, or longer than _MAX_LINE_BYTES. RecursionError: nested too deeply
             reason = f": it was killed, because what it wrote is no reply ({error!r:.200})"
             process.kill()
             with suppress(TimeoutError):

@@ -290,7 +290,10 @@ def test_a_second_sweep_in_the_folder_of_one_that_runs_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("words", "is_terminal", "answer", "starts"),
-    [([], True, "n", False), ([], True, "y", True), ([], False, "", True), (["--yes"], True, "", True)],
+    [
+        ([], True, "n\n", False), ([], True, "", False), ([], True, "y\n", True), ([], False, "", True),
+        (["--yes"], True, "", True),
+    ],
 )
 def test_a_sweep_without_staleness_asks_on_a_terminal(
     words: list[str], is_terminal: bool, answer: str, starts: bool,
@@ -298,7 +301,7 @@ def test_a_sweep_without_staleness_asks_on_a_terminal(
 ) -> None:  # fmt: skip
     started: list[Sweep] = []
     monkeypatch.setattr("async_rl.tools.sweeps.sweep.run_and_report", lambda sweep: started.append(sweep) or 0)
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer + "\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal)
     assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path}", *words]) == 0
     assert bool(started) is starts

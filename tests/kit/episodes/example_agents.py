@@ -68,11 +68,12 @@ async def misbehave(question: Any, base_url: str, api_key: str) -> float:
         os._exit(3)
     if act == "shout":
         raise RuntimeError("x" * 2**25)
-    if act == "garble":
+    if act in ("garble", "nest"):
+        line = b"x" * 2**25 if act == "garble" else b"[" * 10**6
         for descriptor in os.listdir("/proc/self/fd"):  # the pipe to the worker is one of them
             with contextlib.suppress(OSError):
                 if int(descriptor) > 2 and stat.S_ISFIFO(os.fstat(int(descriptor)).st_mode):
-                    os.write(int(descriptor), b"x" * 2**25 + b"\n")
+                    os.write(int(descriptor), line + b"\n")
     return reward
 
 

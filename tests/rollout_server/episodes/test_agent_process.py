@@ -112,8 +112,9 @@ def test_an_agent_that_ends_ends_no_other(tmp_path: Path) -> None:
     assert [(episode.end, episode.reward, episode.metrics["failed"]) for episode in good] == [("done", 1.0, 0)] * 4
 
 
-def test_a_process_whose_output_is_no_reply_is_replaced(tmp_path: Path) -> None:
-    (bad, *good) = acted(tmp_path, "garble", count=2)
+@pytest.mark.parametrize("act", ["garble", "nest"])
+def test_a_process_whose_output_is_no_reply_is_replaced(tmp_path: Path, act: str) -> None:
+    (bad, *good) = acted(tmp_path, act, count=2)
     assert bad.end == "failed" and "signal 9" in bad.error
     assert [(episode.end, episode.reward) for episode in good] == [("done", 1.0)] * 2
 

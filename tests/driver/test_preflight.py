@@ -106,6 +106,8 @@ def test_what_may_not_be_meant_is_a_caution(base: Config, tiny_model: Path, tmp_
     sandbox = SandboxConfig(kind="none")
     for named, cautious in (
         (str(folder), changed(base, model={"path": folder})),
+        ("algorithm.support", changed(base, rollout={"min_p": 0.1}, algorithm={"support": "ignore"})),
+        ("learner.lr", changed(base, learner={"lr": 0.1})),
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(
             name="rollout_server.tasks.examples:Programs", reward="code", sandbox=sandbox

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from async_rl.base.errors import ConfigError
@@ -17,6 +18,7 @@ from async_rl.tools.sweeps.plan import (
     compare,
     describe_plan,
     make_plan,
+    share_that_ends,
     stages,
     workload_of,
 )
@@ -211,3 +213,14 @@ def test_the_first_step_after_a_resume_is_in_no_duration_as_that_of_the_start(tm
     only_starts = dataclasses.replace(run, steps=[whole[0], again])
     (measured,) = compare(settings_of([only_starts]))
     assert measured.predicted is None
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.3, 1.5])
+def test_the_share_of_groups_that_end_in_time_is_met_at_random_moments(cv: float) -> None:
+    rng, mean_s, within_s = np.random.default_rng(0), 20.0, 30.0
+    sigma = np.sqrt(np.log(1 + cv**2))
+    durations = rng.lognormal(np.log(mean_s) - sigma**2 / 2, sigma, 400_000)
+    ends = np.cumsum(durations)
+    moments = rng.uniform(0, ends[-1], 100_000)
+    left_s = ends[np.searchsorted(ends, moments)] - moments
+    assert share_that_ends(mean_s, cv, within_s) == pytest.approx((left_s <= within_s).mean(), abs=0.01)

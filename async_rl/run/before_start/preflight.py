@@ -22,12 +22,14 @@ from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
 from async_rl.base.models_and_data.model_folder import (
     ROLES,
+    auto_lr,
     check_is_folder,
     check_model_folder,
     check_role_folder,
     check_trainable,
     check_unquantised,
     load_tokenizer,
+    policy_lr,
     weight_shapes,
 )
 from async_rl.base.network import interface_of
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from async_rl.base.seams import EngineEntry
     from rollout_server.rewards.base import NamedReward
     from rollout_server.tasks.base import Task
+
+LARGE_LR = 100
+"""A learning rate so many times the usual one is questioned."""
 
 
 def task_of(config: Config) -> Callable[[], Task]:
@@ -134,7 +139,18 @@ def _check_driver(config: Config) -> list[str]:
     for key, path in {"model.path": config.model.path, **roles}.items():
         check_loading(key, path, config, attention)
     check_disk(config, checkpoint_bytes(config))
-    return check_memory(config) if is_here else []
+    cautions = check_memory(config) if is_here else []
+    if (chosen := policy_lr(config)) >= LARGE_LR * (usual := auto_lr(config)):
+        cautions.append(
+            f"learner.lr = {chosen:g} is {chosen / usual:.0f} times as much as auto takes for this model, {usual:g}: "
+            "at such rates a policy usually collapses."
+        )
+    if config.rollout.sampling.narrows and not config.records_support:
+        cautions.append(
+            "algorithm.support = ignore: rollout.top_p, top_k or min_p leave tokens out of the sampling, while "
+            "logprobs are those of all tokens. Importance ratios are biased once the policy has moved. replay is exact."
+        )
+    return cautions
 
 
 def check_loading(key: str, path: str, config: Config, attention: str) -> None:

@@ -9,10 +9,12 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -140,9 +142,23 @@ def check_gpu(engines: Collection[EngineEntry]) -> Check:
 
 def _missing_gpu_tools() -> list[str]:
     """Return the programs, libraries and packages that SGLang's server needs on a GPU and that this host lacks."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{home}/bin"])
-    missing = [name for name in ("ninja", "nvcc") if not shutil.which(name, path=path)]
+    import torch
+
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = os.pathsep.join(
+        [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{home or '/usr/local/cuda'}/bin"]
+    )
+    missing = [] if shutil.which("ninja", path=path) else ["ninja"]
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    if nvcc := shutil.which("nvcc", path=f"{home}/bin" if home else path):  # the one that SGLang takes
+        said = ""
+        with suppress(OSError, subprocess.TimeoutExpired):  # it can't be run, or hangs
+            said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S).stdout
+        found = re.search(r"release (\d+)", said)
+        if found is None or found[1] != wanted:
+            missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1] if found else 'an unknown version'})")
+    else:
+        missing.append("nvcc")
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ ABOVE_0 = ("train_s", "rollout_s", "group_mean_s", "concurrency", "prompts_per_s
 FROM_0 = ("sync_s", "load_s", "group_cv")
 LEARNER_S = ("train_s", "train_cv", "sync_s", "pause_s", "receive_s")
 MOST_MORE_SERVERS = 4
+LEAVE_S = 30.0
+"""How long a host of Ray that is taken away goes on (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S)."""
 BUSY = 0.9
 """A learner that is busy for so large a share of its time limits the steps."""
 OPTIONS = {"group_mean_s": "--group-s", "group_cv": "--cv"}
@@ -195,8 +198,23 @@ def describe_servers(workload: Workload, bound: Bound, knows_load: bool) -> str:
     return (
         f"Other numbers of servers at staleness {bound}{ranges}:\n\n{table}\n"
         f"A server that is lost takes {now / workload.servers:.1f} groups in flight with it. They have run for "
-        f"{age_s:.3g} s on average, and other servers begin their prompts anew."
+        f"{age_s:.3g} s on average, and other servers begin their prompts anew. "
+        f"{share_that_ends(group_s, workload.group_cv, LEAVE_S):.0%} of them would have ended within {LEAVE_S:.0f} s."
     )
+
+
+def share_that_ends(mean_s: float, cv: float, within_s: float) -> float:
+    """Return the share of the groups in flight at some moment that end within `within_s` seconds from then.
+
+    That is E[min(T, L)] / E[T], with L = within_s and T the duration of a group: lognormal, of this mean and this
+    standard deviation over the mean. (A renewal process is met by an interval in proportion to its length.)
+    """
+    if cv == 0:
+        return min(1.0, within_s / mean_s)
+    sigma = math.sqrt(math.log(1 + cv**2))
+    z = (math.log(within_s / mean_s) + sigma**2 / 2) / sigma  # (log L - mu) / sigma
+    normal = NormalDist()
+    return normal.cdf(z - sigma) + within_s / mean_s * (1 - normal.cdf(z))
 
 
 def _limit(workload: Workload, found: Result, bound: Bound) -> str:

@@ -84,8 +84,8 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     publisher.filler.dies_next = "rollout/0"
     join(learner)
     reports = learner.run()
-    assert next(reports) == ServersLost(servers=(("rollout/0", 1),), cause="rollout/0 did not answer")
     assert next(reports) == ServersFilled(servers=(("rollout/1", 1),), version=0)
+    assert next(reports) == ServersLost(servers=(("rollout/0", 1),), cause="rollout/0 did not answer")
     assert not [op for op, _ in fake_buffer.calls if op == "take"]
     publisher.dies_next = "rollout/1"
     join(learner, "rollout/2")
@@ -119,7 +119,7 @@ def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_erro
     join(learner)
     assert publisher.filler is not None
     publisher.filler.dies_next = "rollout/1"
-    lost, filled, *steps = learner.run()
+    filled, lost, *steps = learner.run()
     assert lost == ServersLost(servers=(("rollout/1", 1),), cause="rollout/1 did not answer")
     assert filled == ServersFilled(servers=(("rollout/0", 1),), version=version)
     assert [step.version for step in steps] == [*range(version + 1, 3)]

@@ -203,6 +203,8 @@ def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
     from async_rl.base.weights.server_admin import lacking_calls
 
     admin = entry.load_admin()
+    if not isinstance(admin, type):
+        raise ConfigError(f"rollout.engine {name}: its open_admin must be a class, or load one, got {admin!r}")
     if lacking := lacking_calls(entry, admin, verifies=verifies):
         calls = ", ".join(f"{call} (for {why})" for call, why in lacking.items())
         raise ConfigError(f"rollout.engine {name}: {admin!r} must define {calls}, see base/weights/server_admin.py")

@@ -146,7 +146,7 @@ def _first_row(weight: Tensor, ranks: DeviceMesh) -> int:
 
 
 def _chunks(owners: Tensor, size: int, ranks: DeviceMesh) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield for each chunk (owner, indices of its tokens among all N, slice of its tokens among those of the owner)."""
+    """Yield for each chunk (owner, indices of its tokens among all N, slice of its tokens among the owner's)."""
     for owner in range(ranks.size()):
         indices = (owners == owner).nonzero()[:, 0]
         for start in range(0, len(indices), size):

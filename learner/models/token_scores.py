@@ -35,7 +35,7 @@ class TokenSupports:
     """The support of each of N tokens: the ids it was drawn from. A token without ids: the whole vocabulary."""
 
     ids: Tensor
-    """int64. The ids of the first token, then those of the second, and so on. The ids of one token are all different.
+    """int64. The ids of the first token, then of the second, and so on. The ids of one token are all different.
     """
     offsets: Tensor
     """[N + 1] int64 in CPU memory. Token i has the ids offsets[i]..offsets[i + 1] - 1."""

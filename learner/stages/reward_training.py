@@ -30,7 +30,7 @@ _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two or more answers to a prompt, and the pairs in which one is preferred to the other."""
+    """Two or more answers to a prompt, and the pairs with a preferred answer."""
 
     rows: Sequence[RewardRow]
     """[K] the prompt with each answer."""

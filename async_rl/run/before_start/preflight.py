@@ -112,7 +112,6 @@ def check_inputs(
 
 def _check_driver(config: Config) -> list[str]:
     """Make the checks that only the host that starts the run must pass. Returns warnings."""
-    from async_rl.base.models_and_data.hub import check_login
     from learner.loop.optimizer import check_optimizer
     from learner.memory.sizes import checkpoint_bytes
 
@@ -121,6 +120,8 @@ def _check_driver(config: Config) -> list[str]:
         _check_admin(name, entry, config.weight_sync.verify_every > 0)
     check_optimizer(config.learner)
     if config.checkpoint.push_to_hub:
+        from async_rl.base.models_and_data.hub import check_login
+
         check_login(config.checkpoint.push_to_hub)
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         check_addresses(config)
@@ -157,7 +158,6 @@ def check_loading(key: str, path: str, config: Config, attention: str) -> None:
     """Load the model in `path`, the value of `key`, without its weights, and check that the learner can use it."""
     from async_rl.base.models_and_data.model_loading import check_reads_rows, load_without_weights
     from async_rl.base.weights.checkpoint_names import check_names as check_weight_names
-    from learner.models.reward_model import RewardRows
 
     check_unquantised(path, key)
     if key in ("model.path", "reference.path"):
@@ -173,8 +173,15 @@ def check_loading(key: str, path: str, config: Config, attention: str) -> None:
         check_vocabulary(model.get_input_embeddings().num_embeddings, placed.ranks, slices, copies)
     if key == "model.path":
         check_weight_names(model, weight_shapes(Path(path)), path)
-    elif key != "reward_model.path" or not RewardRows(config.model.path, path).reads_text:  # in tokens of its own
+    elif key != "reward_model.path" or not _reads_text(config):
         check_reads_rows(model, key, path, config)
+
+
+def _reads_text(config: Config) -> bool:
+    """Return whether the reward model reads rows as text, in tokens of its own."""
+    from learner.models.reward_model import RewardRows
+
+    return RewardRows(config.model.path, config.reward_model.path).reads_text
 
 
 def check_addresses(config: Config) -> None:

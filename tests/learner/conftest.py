@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from async_rl.base.types import Batch
@@ -88,11 +90,15 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 
 
 @pytest.fixture
-def open_run(tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient) -> OpenRun:
+def open_run(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
+) -> Iterator[OpenRun]:
     """Opens the learner of a run of so many steps in `tmp_path`, whose buffer and servers are fakes."""
 
     def open_run(steps: int = 2, **sections: Any) -> Learner:
         run = {"steps": steps, "dir": tmp_path, **sections.pop("run", {})}
         return open_learner(tiny_model_path, run=run, **sections)
 
-    return open_run
+    yield open_run
+    if dist.is_initialized():  # the learner of a test that failed, else the next tests fail too
+        dist.destroy_process_group()

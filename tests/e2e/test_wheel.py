@@ -27,14 +27,11 @@ EXTRA_MODULES = ["bokeh", "prometheus_client", "reasoning_gym", "starlette", "te
 WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({EXTRA_MODULES}))"
 """A line of a .pth file: the environment has none of the extras, whatever the one that it sees has."""
 REWARDS = '''
-import learner
 from benchmarks.marks import FULL
-from buffer import MINE
 from rollout_server.question import Question
 
 
 def right(question: Question, response: str) -> float:
-    assert (MINE, learner.MINE) == ("buffer", "learner")
     return FULL * (response.strip() == question.ground_truth)
 
 
@@ -61,11 +58,9 @@ logging: {wandb: disabled}
 """
 PROGRAM = """
 import json
-import buffer, learner
 import async_rl
 
 seen = []
-assert (buffer.MINE, learner.MINE) == ("buffer", "learner")
 summary = async_rl.train(
     "letters.yaml", ["run.name=from-python"],
     callbacks=[lambda step: seen.append([step.version, step.metrics["reward/mean"]])],
@@ -101,7 +96,7 @@ def programs(wheel: Path, project: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stranger's folder: data, two rewards, a program, and modules with the names of our packages."""
+    """The stranger's folder: data, two rewards, a program, and a package with the name of a folder of ours."""
     folder = tmp_path_factory.mktemp("stranger")
     rng = random.Random(0)
     for name, count, letters in (("train", 60, "abcdefgh"), ("test", 16, "ijklmnop"), ("long", 16, "qrstuvwx")):
@@ -109,8 +104,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = ["".join(rng.choices(letters, k=6 if name == "long" else 5)) for _ in range(count)]
         rows = [json.dumps({"ask": f"Spell backward: {word}", "want": word[::-1], "id": 7}) for word in words]
         (folder / "data" / f"{name}.jsonl").write_text("\n".join(rows))
-    for name in ("buffer", "learner"):
-        (folder / f"{name}.py").write_text(f"MINE = {name!r}\n")
     (folder / "benchmarks").mkdir()
     (folder / "benchmarks" / "__init__.py").touch()
     (folder / "benchmarks" / "marks.py").write_text("FULL = 1.0\n")

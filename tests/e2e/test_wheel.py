@@ -185,6 +185,11 @@ def test_a_stranger_trains_from_the_command_line_and_from_python(programs: Path,
     assert 0 <= float(accuracy) <= 1
 
 
+def test_a_module_with_the_name_of_a_package_of_ours_is_refused(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / "buffer.py").touch()
+    assert "buffer.py" in run(programs, tmp_path, "async-rl", "init", code=2).stderr
+
+
 def test_what_is_an_extra_is_named_where_it_is_missing(programs: Path, project: Path) -> None:
     for words, extra in (
         (("view", "runs"), "page"),

@@ -113,7 +113,7 @@ class Suite:
         words = shlex.join(["python" if word == sys.executable else word for word in command])
         print(f"{step.name}: {words}", flush=True)
         environment = {
-            "ASYNC_RL_GPU_RESULTS": str(self.folder.absolute()), "PYTHONUNBUFFERED": "1",
+            **os.environ, "ASYNC_RL_GPU_RESULTS": str(self.folder.absolute()), "PYTHONUNBUFFERED": "1",
             "ASYNC_RL_GPU_SERVER_ARGS": json.dumps(self.server_args()),
         }  # fmt: skip
         start_s = time.monotonic()

@@ -33,7 +33,7 @@ class MarkedCommand:
     Args:
         log: the file that receives the command's output.
         program: the words before the arguments (default: `async-rl`).
-        environment: the variables to set besides those of this process.
+        environment: the variables of the command; None: those of this process.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MarkedCommand:
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), MARK: self.mark}, start_new_session=True,
+                env={**(os.environ if environment is None else environment), MARK: self.mark}, start_new_session=True,
             )
 
     def interrupt(self) -> None:

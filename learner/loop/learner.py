@@ -309,7 +309,9 @@ class Learner:
         else:
             if self.version > self._served_version or self.config.learner.ema_decay:
                 self.evaluations.await_end(self.version)
-                events = self._push(is_last=True)
+                if self._weights.someone_waits():  # of a resumed run that has no step left
+                    events += self._fill()
+                events += self._push(is_last=True)
             if self.version > self._saved_version and self.config.checkpoint.every_steps:
                 self._checkpoint()
             self._save(is_last=True)

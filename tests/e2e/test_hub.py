@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def test_a_model_of_the_hub_is_evaluated(hub: HubServer, capsys: pytest.CaptureF
 
 def command(hub: HubServer, folder: Path, *words: str) -> str:
     """Run a command in a process of its own; returns its output."""
-    environment = {**hub.environment(folder / "cache"), "HF_TOKEN": hub.TOKEN}
+    environment = {**os.environ, **hub.environment(folder / "cache"), "HF_TOKEN": hub.TOKEN}
     command = MarkedCommand(list(words), folder / "command.log", environment=environment)
     try:
         assert command.wait(240.0) == 0, command.text()[-3000:]

@@ -31,7 +31,7 @@ class _Call:
 
 
 class RewardThreads:
-    """A pool of daemon threads that call reward functions. Calls start in the order that `run` received them in.
+    """A pool of daemon threads that call reward functions. Calls start in the order of their arrival.
 
     A thread whose call takes longer than `timeout_s` is given up, and a new thread replaces it.
 

@@ -270,7 +270,7 @@ class StalenessConfig:
     """The bound on staleness: how many versions older than the learner a trained token may be."""
 
     max: NonNegativeInt = 1
-    """How many versions a trained token may be older than the learner, at most. 0: generation and training take
+    """How many versions older than the learner a trained token may be. 0: generation and training take
     turns. From 1 on, they overlap."""
     depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max"] = "max"
     """Batches started ahead of the one that is trained, in steps of 0.25, at most `max`. The mean staleness is

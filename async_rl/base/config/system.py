@@ -28,7 +28,7 @@ class RunConfig:
     )] = "run"  # fmt: skip
     """The name of the run's folder."""
     dir: PathText = "runs"
-    """The folder of the run's folder."""
+    """Where the run's folder is created."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed of prompts, sampling and training. Engines accept only 0 to 2**32 - 1."""
     steps: PositiveInt = 100

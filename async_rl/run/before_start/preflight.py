@@ -102,6 +102,10 @@ def check_inputs(
     for name in config.engine_entries if not config.rollout.server_url else ():
         check_model(resolve(config, engine_of(config, config.server_names[config.engines.index(name)])))
     if config.judge.path:
+        check(
+            not config.judge.urls, "judge.urls", list(config.judge.urls), "empty with judge.path",
+            "The run fills them in.",
+        )
         cautions += check_model_folder(config.judge.path, key="judge.path")
     if is_driver:
         cautions += _check_driver(config)

@@ -182,7 +182,8 @@ class ServerPool:
             )
             return all(up[kind] >= count for kind, count in needed.items())
 
-        await self._changed.wait_until(are_up, limit, "the start of the servers")
+        what = "hosts and starts of all servers. Add hosts, or begin with fewer: placement.rollout.servers"
+        await self._changed.wait_until(are_up, limit, what)
         return min(name for name, each in self.servers.items() if each.kind == "rollout" and each.is_up)
 
     async def until_known(self) -> None:

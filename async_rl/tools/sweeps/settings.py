@@ -317,7 +317,12 @@ def _number(value: float) -> str:
 
 
 def cautions(rows: Sequence[Setting]) -> list[str]:
-    """Return a sentence that names the runs that ended early; [] if none did."""
+    """Return sentences that name the runs that ended early, and those that were resumed."""
     runs = [run for row in rows for run in row.runs]
     early = [f"{run.folder.name} ({run.summary['ended'].rstrip('.')})" for run in runs if run.summary.get("ended")]
-    return [f"These runs ended early and count with the steps they took: {'; '.join(early)}."] if early else []
+    resumed = [run.folder.name for run in runs if run.summary.get("resumes")]
+    sentences = {
+        "These runs ended early and count with the steps they took: {}.": early,
+        "These runs went on from a checkpoint, so their times are of parts: {}.": resumed,
+    }
+    return [sentence.format("; ".join(names)) for sentence, names in sentences.items() if names]

@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -218,7 +218,9 @@ class Interpreter:
             errors = process.communicate(timeout=CLOSE_S)[1]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # an outer bubblewrap may not signal the user of the inner one
-            errors = process.communicate()[1]
+            errors = b""
+            with suppress(subprocess.TimeoutExpired):  # a program's own child may still have the pipe
+                errors = process.communicate(timeout=CLOSE_S)[1]
         return errors.decode(errors="replace").strip().splitlines()
 
     def start(self, end_s: float = math.inf) -> None:

@@ -51,10 +51,11 @@ class EndedError(Exception):
 
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
+"""Starts a new buffer after a death. It gets the error of the death, and raises it if it can't."""
 UntilUp = Callable[[], Awaitable[str]]
 """Waits until the servers with which the run begins have started, and returns the name of a rollout server."""
 StartLearner = Callable[[UntilUp], Awaitable[None]]
-"""A function that starts a new buffer after a death. It gets the error of the death, and raises it if it can't."""
+"""Starts the learner on all ranks, once the servers have started."""
 
 
 class Supervisor:

@@ -39,7 +39,7 @@ def config_file(tmp_path: Path) -> Path:
 def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "async_rl.cli", "train", str(tmp_path / "none.yaml")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith("async-rl: error: ") and done.stderr.count("\n") == 1
     assert f"{tmp_path}/none.yaml" in done.stderr

@@ -77,7 +77,7 @@ def set_up(
     for file in (python, maker, *[uv] * has_uv):
         file.chmod(0o755)
     return subprocess.run(
-        [str(shutil.which("bash")), str(SETUP)], capture_output=True, text=True, timeout=60,
+        [str(shutil.which("bash")), str(SETUP)], capture_output=True, text=True, timeout=240,
         env={"PATH": str(folder / "bin"), "ASYNC_RL_VENV": str(venv), "HOME": os.environ.get("HOME", "/"),
              "PIP_FIND_LINKS": "/some/wheels", "ASYNC_RL_SET": "" if driver else "cuda"},
     )

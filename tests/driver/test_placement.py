@@ -91,7 +91,7 @@ def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
         where: Any = ray.remote(Where)
         names = [f"{kind}/{index}" for kind in ("rollout", "learner") for index in range(2)]
         actors = {name: where.options(**reservation.options(name)).remote() for name in names}
-        gpus = {name: ray.get(actor.gpus.remote(), timeout=60) for name, actor in actors.items()}
+        gpus = {name: ray.get(actor.gpus.remote(), timeout=240) for name, actor in actors.items()}
         assert gpus["rollout/0"] == gpus["learner/0"] != gpus["rollout/1"] == gpus["learner/1"]
     finally:
         ray.shutdown()

@@ -87,7 +87,7 @@ from async_rl.run.processes.ray_start import open_ray
 from tests.kit.configs import make_config
 
 def answers():
-    return ray.get(ray.remote(lambda: 3).remote(), timeout=60) == 3
+    return ray.get(ray.remote(lambda: 3).remote(), timeout=240) == 3
 
 with open_ray(make_config()):
     assert answers()

@@ -205,7 +205,7 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_ca
         deaths.append(death)
         if len(deaths) > 1:
             raise death
-        ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=60)
+        ray.get(run.processes.start("buffer", Buffer, max_concurrency=4).status.remote(), timeout=240)
         stop(run.processes.actors["buffer"])
 
     pids: list[int] = []

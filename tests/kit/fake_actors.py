@@ -226,7 +226,7 @@ class FakeRun:
             self.processes.start(f"learner/{rank}", Learner, rank, threads=threads)
         for name in ("learner-0", "learner-1", "rollout-0"):
             (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
-        ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
+        ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=240)
         self.notes: list[str] = []
         self.log.logger.note = lambda text: self.notes.append(text)  # type: ignore[method-assign]
         self.supervisor = Supervisor(self.config, self.processes, self.log)
@@ -266,7 +266,7 @@ class FakeRun:
 
 def stop(actor: Any) -> int:
     """Stop the process with SIGSTOP: it exists, but does not answer. Returns its process id."""
-    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=240)
     os.kill(pid, signal.SIGSTOP)
     return pid
 

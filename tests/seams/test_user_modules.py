@@ -119,7 +119,7 @@ def test_an_agents_own_process_finds_what_was_sent_first(folder: Path) -> None:
     (folder / "agent.py").write_text("raise RuntimeError('an outdated file')")
     program = Path(PROJECT) / "rollout_server" / "episodes" / "agent_host.py"
     done = subprocess.run(
-        [sys.executable, str(program), "agent:play"], input="", capture_output=True, text=True, timeout=60,
+        [sys.executable, str(program), "agent:play"], input="", capture_output=True, text=True, timeout=240,
         env=os.environ | {"PYTHONPATH": str(sent)},
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ('{"ready": true}\n', 0), done.stderr

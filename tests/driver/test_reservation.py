@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from contextlib import suppress
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private.state import state
 
 from async_rl.base.config import Config
 from async_rl.run.processes import reservation as reservations
@@ -134,6 +137,14 @@ def test_a_server_whose_host_is_lost_or_leaves_gets_another_but_none_of_the_lear
     cluster.add("d")
     assert find(reservation, "rollout/1") == "10.0.0.4" and len(cluster.groups) == 3
     assert reservation.seconds_left() == {}
+
+
+def test_a_host_that_leaves_without_a_deadline_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `ray drain-node` without --deadline-remaining-seconds: Ray says 0."""
+    monkeypatch.setattr(state, "_connect_and_get_accessor", lambda: None)
+    monkeypatch.setattr(state, "get_draining_nodes", lambda: {"b": 0, "c": round(1e3 * (time.time() + 60))})
+    left_s = reservations.leaving_nodes()
+    assert left_s["b"] == inf and 0 < left_s["c"] <= 60.1
 
 
 def test_an_elastic_run_begins_with_one_host_of_servers_and_takes_more(cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from async_rl.base.config import Config
@@ -180,11 +181,12 @@ def _node_of(group: Any) -> str:
 
 
 def leaving_nodes() -> dict[str, float]:
-    """Return {node ID: seconds left} of the hosts whose leave Ray has announced."""
+    """Return {node ID: seconds left} of the hosts whose leave Ray has announced; inf for one without a deadline."""
     from ray._private.state import state
 
     state._connect_and_get_accessor()  # type: ignore[no-untyped-call]
-    return {node: deadline_ms / 1e3 - time.time() for node, deadline_ms in state.get_draining_nodes().items()}
+    draining, now_s = state.get_draining_nodes(), time.time()
+    return {node: deadline_ms / 1e3 - now_s if deadline_ms else inf for node, deadline_ms in draining.items()}
 
 
 def reserve(config: Config, signals: StopSignals) -> Reservation:

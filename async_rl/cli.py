@@ -47,7 +47,7 @@ BELOW = "1.25/8 is staleness.depth 1.25 below staleness.max 8"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    The code is 0 for success, 2 for an error in command, configuration or files, 130 after Ctrl-C, else 1.
+    The code is 0 for success, 2 for an error in command, configuration or files, 130 after Ctrl-C or SIGTERM, else 1.
     """
     limit_spinning()
     args = parse(arguments)
@@ -202,9 +202,9 @@ def _add_commands(commands: Any) -> None:
         "action", choices=["schema"], help="what to print"
     )
 
-    keys = add("keys", _keys, "create encryption keys for a run over several hosts", "new my-keys")
+    keys = add("keys", _keys, "create encryption keys that a run uses instead of its own", "new my-keys")
     keys.add_argument("action", choices=["new"], help="what to do")
-    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
+    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; copy it to every host of the run")
 
     about = "write a checkpoint as a Hugging Face folder"
     export = add("export", _export, about, "runs/quickstart/checkpoints/step_50 my-model")

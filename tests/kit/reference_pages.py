@@ -37,7 +37,7 @@ ESSENTIAL = (
 COMMAND_LINE = """# Command line
 
 `async-rl COMMAND --help` prints the same texts. Exit codes: 0 for success, 2 for a mistake in command, configuration
-or files, 130 after Ctrl-C, 1 for any other failure.
+or files, 130 after Ctrl-C or SIGTERM, 1 for any other failure.
 """
 PYTHON = """# Python API
 

@@ -51,7 +51,7 @@ class ClipConfig:
     high: Annotated[Unbounded, Field(gt=0)] = 0.28
     """The ratio to the proximal policy is clipped above 1 + high; .inf: no upper limit."""
     dual: Annotated[NonNegativeFloat, checked(lambda dual: dual == 0 or dual > 1, "0 (off) or above 1")] = 3.0
-    """The loss of a token with negative advantage A is at most dual * |A|, with algorithm.loss ppo_clip. 0: off."""
+    """The loss of a token with negative advantage A is at most dual * |A|. 0: off. Only for algorithm.loss ppo_clip."""
 
 
 @section("algorithm.params")
@@ -153,8 +153,9 @@ class KlConfig:
     """A penalty that keeps the policy near the frozen reference model."""
 
     kind: Literal["none", "k1_reward", "k2_loss", "k3_loss"] = "none"
-    """k1_reward subtracts the penalty from the reward of each token. k2_loss adds a penalty to the loss that has the
-    same gradient. k3_loss adds one with the gradient of the other KL divergence, KL(reference || policy)."""
+    """k1_reward subtracts each token's penalty from its reward, so earlier tokens answer for it too. k2_loss adds a
+    penalty to the loss, with the gradient of each token's own KL alone. k3_loss adds one with the gradient of the other
+    KL divergence, KL(reference || policy)."""
     coef: PositiveFloat = 1e-3
     """The coefficient of the penalty. Turn the penalty off by kl.kind: none."""
     target: NonNegativeFloat = 0.0

@@ -69,8 +69,8 @@ class TaskConfig:
     """Tools that the model may call before it answers a question. Each entry is a package.module:function, a
     package.module:Class, whose methods are tools, or an MCP server: mcp:URL or mcp:command."""
     on_timeout: Literal["zero", "partial", "drop"] = "zero"
-    """The reward of an episode that ran out of time. zero: 0. partial: the reward of its turns. drop: the episode is
-    left out of its group and counted."""
+    """The reward of an episode that ran out of time. zero: 0. partial: the rewards of its turns and of task.reward. An
+    agent returns its reward only at its end, so it gets 0. drop: the episode is left out of its group and counted."""
     max_concurrent_calls: PositiveInt = 256
     """The most simultaneous calls of tools and environments, or of agents, in one worker."""
     reward: str = ""
@@ -199,9 +199,10 @@ class RolloutConfig(OnePart):
     max_episode_tokens: NonNegativeInt = 0
     """The longest conversation of a multi-turn episode, in tokens, including the prompt and everything that the
     model is shown; more than task.max_prompt_tokens if there are questions. 0: task.max_prompt_tokens +
-    max_response_tokens."""
+    max_response_tokens, by default 768, which a few results of tools fill."""
     max_turns: PositiveInt = 16
-    """The most replies of the model in one multi-turn episode, which ends then."""
+    """The most replies of the model in one multi-turn episode, which ends then; an agent that asks for more gets status
+    400."""
     max_rows: PositiveInt = 4
     """The most rows of an episode that are trained on. An episode has several if its conversation is forked or
     rewritten; the last ones are kept, the others counted."""
@@ -354,7 +355,7 @@ class EvalConfig:
     pin_version: bool = False
     """The next push waits for an evaluation during training, so that one version samples all its answers. Otherwise
     only the pushes named at every_steps wait, and eval/oldest_version and eval/newest_version show which versions
-    sampled the answers. It has no effect with placement.eval.servers, where one version always samples all answers."""
+    sampled. No effect with placement.eval.servers, where one version always samples all."""
 
     def __post_init__(self) -> None:
         check(

@@ -52,26 +52,25 @@ class WeightSyncConfig(OnePart):
     continue. retract: their KV cache is recomputed. drain: they finish first. abort: they are submitted again with the
     tokens so far."""
     every_steps: PositiveInt = 1
-    """Learner steps between two pushes."""
+    """Learner steps between two pushes. Above staleness.depth + 1 a run is refused: the learner would wait for ever."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at a time."""
     double_buffer: Literal["none", "device", "host"] = "none"
     """Where servers store new weights while they still sample with the old ones, so that only the swap needs a
-    pause. device, host: memory of the GPU or of the host, which needs room for a second copy of the weights; only with
-    the transports nccl and gloo. none: servers pause while weights are sent."""
+    pause. device, host: memory of the GPU or host, with room for a second copy of the weights; only with the transports
+    nccl and gloo. none: servers pause while weights are sent."""
     lora: Literal["merged", "adapter"] = "merged"
     """What is pushed with adapters (model.lora). merged: whole weights with the adapters merged in. adapter: only
     the adapters, which servers add to the weights of their model folder (equal up to rounding); only with the
     transports nccl, gloo and disk."""
     delta: bool = False
     """Push only the values that have changed since the last push; all values to a server that joins, and to all servers
-    after a push has failed. It pays if servers compute in bfloat16, because a step changes few bfloat16 values. Only
-    with the transports nccl, gloo and disk. Rank 0 and each server keep a second copy of the weights in host memory."""
+    after a failed push. It needs servers in bfloat16, because a step changes few bfloat16 values. Only with the
+    transports nccl, gloo and disk. Rank 0 and each server keep a second copy of the weights in host memory."""
     verify_every: NonNegativeInt = 50
-    """Verify the first push, and then every so many pushes: the sums of a server's weights and its logprobs of a probe
-    text must equal the learner's. When a server joins, its weights are also set to NaN before it gets the learner's, to
-    see that each is loaded, and the sums are compared. A server that fails a later verification is restarted. At
-    rollout.server_urls only logprobs are compared. 0: never."""
+    """Verify the first push after a step, and then every so many pushes, by the sums of a server's weights and its
+    logprobs of a text. Verify also a server that joins. docs/explanation/weight-updates.md says how, and which sums
+    can't be compared. A server that fails a later verification is restarted. 0: never."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that your own `transport` declares."""
 
@@ -127,14 +126,15 @@ class RolloutPlacement:
     """Where rollout servers run: their number, their nodes, and the GPUs of each."""
 
     nodes: NonNegativeInt = 0
-    """Nodes reserved for rollout servers. 0: they share the learner's nodes. If `servers` has a minimum and this is
-    above 0, servers run on every node that offers `resource`, or on every node without learner ranks if that is empty.
-    Such nodes may join the Ray cluster during the run, and leave."""
+    """Nodes reserved for rollout servers. 0: they share the learner's nodes. If `servers` has a minimum, any number
+    above 0 means the same: servers run on every node that offers `resource`, or on every node without learner ranks if
+    that is empty. Such nodes may join the Ray cluster during the run, and leave."""
     servers: PositiveInt | Annotated[
         dict[str, Any], checked(_is_server_range, "{min: FEWEST, max: MOST}, whole numbers with 1 <= min <= max"),
     ] = 1
     """Rollout servers on all nodes together. `{min: 1, max: 8}`: the run begins with 1 and takes more while nodes have
-    room. Below the minimum the learner pauses. `async-rl servers RUN` lists, adds and removes servers of a run."""
+    room. Below the minimum the learner pauses, for at most timeouts.pause_s. `async-rl servers RUN` lists, adds and
+    removes servers of a run."""
     leave_s: PositiveFloat = 30.0
     """How long a server that leaves may take to finish its groups; others are started again elsewhere. If Ray
     announces that its node leaves, at most until 5 s before that."""
@@ -146,8 +146,8 @@ class RolloutPlacement:
     resource: str = ""
     """Like placement.learner.resource, for the nodes reserved for rollout servers."""
     max_restarts: NonNegativeInt = 3
-    """Restarts allowed for each server, also an evaluation server, between two learner steps. One more failure ends
-    the run."""
+    """Restarts allowed for each server, also an evaluation server, between two learner steps. One more failure of the
+    same server ends the run."""
 
     def __post_init__(self) -> None:
         check(
@@ -180,10 +180,10 @@ class EvalPlacement:
     """The evaluation servers. They only answer held-out prompts, so that training does not wait for evaluations."""
 
     servers: NonNegativeInt = 0
-    """Servers for the evaluations during training, on the nodes of the rollout servers, each with rollout.engine and
+    """Servers for the evaluations during training, on the rollout nodes, each with rollout.engine and
     placement.rollout.tp GPUs. A version to evaluate is pushed to them, so one version samples all its answers. If they
-    are still busy then, the version is skipped or its push waits (see eval.every_steps); other pushes never wait. 0: a
-    rollout server evaluates, in addition to its work for training."""
+    are still busy, the version is skipped or its push waits (see eval.every_steps); other pushes never wait. 0: a
+    rollout server evaluates, in addition to its training work."""
 
 
 @section("placement.judge")
@@ -191,7 +191,7 @@ class JudgePlacement:
     """The servers of the judge's model (judge.path). They get no weight pushes."""
 
     servers: NonNegativeInt = 0
-    """Servers of judge.path, on the nodes of the rollout servers. Requests to the judge are spread over them."""
+    """Servers of judge.path, on the rollout nodes. Requests to the judge are spread over them."""
     tp: PositiveInt = 1
     """GPUs of each judge server (tensor parallelism)."""
 
@@ -289,34 +289,39 @@ class Limit(NamedTuple):
 
 @section("timeouts")
 class TimeoutsConfig:
-    """The time limits of all waits of a run, in seconds. A wait that exceeds its limit ends with an error."""
+    """The time limits of all waits of a run, in seconds. A server that waits longer is restarted. Any other wait beyond
+    its limit ends the run with an error, unless its key says otherwise."""
 
     startup_s: Seconds = 600.0
     """How long a process of the run may take to start and connect to the others, and a reward to open what it needs."""
     generate_s: Seconds = 1800.0
-    """How long the engine may take to answer one group; in a multi-turn episode, to sample one reply."""
+    """How long the engine may take to answer one group; in a multi-turn episode, to sample one reply. If it takes
+    longer, its server is restarted, and all of the server's groups begin anew."""
     tool_s: Seconds = 30.0
     """How long one tool call may take. If it takes longer, the model gets an error message as its result."""
     turn_s: Seconds = 120.0
-    """How long an environment may take to respond to a reply, or an agent to ask for the next reply."""
+    """How long an environment may take to respond to a reply, or an agent to ask for the next reply. If it takes
+    longer, task.on_timeout decides the episode's reward."""
     episode_s: Seconds = 3600.0
     """How long one episode may take. If it takes longer, task.on_timeout decides its reward."""
     reward_s: Seconds = 30.0
-    """How long one call of the reward function may take, from when a thread starts it."""
+    """How long one call of the reward function may take, from when a thread starts it. If it takes longer, its group is
+    dropped and counted."""
     batch_s: Seconds = 3600.0
-    """How long one large piece of work may take: a batch for the learner, the groups that a push waits for with
-    weight_sync.on_update drain, an evaluation, writing a checkpoint."""
+    """How long one large piece of work may take: a batch, the groups that a push waits for with weight_sync.on_update
+    drain, an evaluation, writing a checkpoint."""
     push_s: Seconds = 300.0
     """How long each part of a weight push may take: until all servers have joined, paused, got a bucket, or resumed."""
     buffer_s: Seconds = 30.0
     """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0
-    """A process that does not report to the driver for this long counts as dead; a buffer with a journal counts as
-    dead after buffer_s / 3."""
+    """A process that does not report to the driver for this long counts as dead; a buffer with a journal after
+    buffer_s / 3."""
     shutdown_s: Seconds = 30.0
-    """How long a process may take to end after it was asked to."""
+    """How long a process may take to end after it was asked to. Then it is killed."""
     pause_s: Seconds = 259_200.0
-    """How long a run that its watcher has paused waits for `async-rl answer`. Then it ends with a checkpoint."""
+    """How long a paused run waits: for `async-rl answer`, then it ends with a checkpoint; or for
+    placement.rollout.servers.min servers, then it ends with an error."""
     interrupt_s: Seconds = 300.0
     """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM. Then the run ends without them."""
 
@@ -351,9 +356,9 @@ def is_server_url(url: str) -> bool:
 
 @section("network")
 class NetworkConfig:
-    """The address of a run's sockets, and the keys that protect them, also from other users of the same host. In a
-    run on several hosts, each process listens on the address that Ray has for its node (`ray start --node-ip-address`).
-    """
+    """The address of a run's own sockets, and the keys that protect them, also from other users of the same host. In a
+    run on several hosts, these sockets are at the address that Ray has for their node (`ray start --node-ip-address`).
+    Sockets of Ray and of the engines: docs/explanation/security.md."""
 
     host: Annotated[str, checked(_is_one_interface, (
         "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
@@ -365,13 +370,13 @@ class NetworkConfig:
     ports: Annotated[str, checked(_is_range, (
         "two ports from 1024 to 65535, such as 20000-20099, or empty"
     ))] = ""  # fmt: skip
-    """The range FIRST-LAST for all sockets of a run that other hosts connect to, for a firewall: the buffer (unless
-    `port` is set), the servers, and the stores of torch.distributed. Each socket takes a free port of the range, and
-    several runs may share it. Ray, NCCL and gloo have their own settings. Empty: any port."""
+    """The range FIRST-LAST for the run's sockets that other hosts connect to, for a firewall: the buffer (unless `port`
+    is set), the servers, and the stores of torch.distributed. Several runs may share a range. Ray, NCCL and gloo have
+    their own settings. Empty: any port."""
     keys: PathText = ""
-    """The folder made by `async-rl keys new`. Empty: at each start the run makes its own keys, and removes them at
-    its end. With keys, groups and batches are encrypted, the buffer accepts only clients that have the client's key,
-    and rollout servers require an API key derived from it."""
+    """The folder made by `async-rl keys new`, which you copy to every host. Empty: the run makes its own keys, brings
+    them to every host, and removes them at its end. With keys, groups and batches are encrypted, the buffer accepts
+    only clients with the client's key, and rollout servers require an API key derived from it."""
     insecure: bool = False
     """Make no keys. Everybody who can reach `host`, on loopback every user and program of this host, can then read
     and change the training data."""
@@ -439,12 +444,12 @@ class LoggingConfig:
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """The mode of wandb. auto: online if the user is logged in, else disabled."""
     trackio: bool = False
-    """Whether metrics are sent to trackio (`pip install trackio`)."""
+    """Send metrics to trackio (`pip install trackio`)."""
     tensorboard: bool = False
-    """Whether metrics are written to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
+    """Write metrics to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`).
     `tensorboard --logdir RUN_DIR` shows them (`pip install tensorboard`)."""
     prometheus: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """The port of network.host where Prometheus may fetch the metrics, without a key
+    """The port where Prometheus may fetch the metrics, without a key, at network.host on the host of `async-rl train`
     (`pip install 'async-rl[prometheus]'`). 0: none."""
     project: str = "async-rl"
     """The project in wandb and trackio."""

@@ -79,10 +79,10 @@ class WatchConfig:
     """The watcher: it checks the metrics of a run by the rules of docs/how-to/watcher.md, and acts when one breaks."""
 
     action: Literal["warn", "pause", "stop", "rollback"] = "warn"
-    """What happens at an alarm. warn: only a line on the console. The other actions are taken for the rules on what is
-    learned: reward, gold, reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`.
-    stop: the run ends with the model of the last checkpoint before the trouble. rollback: the run continues from that
-    checkpoint, with half the learning rate and twice the KL coefficient."""
+    """What happens at an alarm. warn: only a line on the console. The others act only for the rules reward, gold,
+    reference_kl and diversity. pause: the learner waits for `async-rl answer RUN`. stop: the run ends with the model of
+    the last checkpoint before the trouble. rollback: the run continues from that checkpoint, with half the learning
+    rate and twice the KL coefficient."""
     rules: Section[dict[str, float | Literal["off"]]] = field(default_factory=dict)
     """Limits that replace the rules' defaults, by name, such as {ess: 0.2, cut: off}."""
     max_rollbacks: PositiveInt = 2

@@ -14,6 +14,8 @@ async def solve(question, base_url: str, api_key: str) -> float:
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     try:
         text = await answer(client, list(question.messages))
-    except BadRequestError:  # the policy used up its turns or its room: it has failed, not the agent
-        return 0.0
+    except BadRequestError as error:
+        if error.code in ("no_turn_left", "context_length_exceeded"):
+            return 0.0  # the policy used up its turns or its room: it has failed, not the agent
+        raise
     return float(re.findall(r"\d+", text)[-1:] == [question.ground_truth])

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from async_rl.base.config import AlgorithmConfig, KlConfig
 from async_rl.base.config.algorithm import PRESETS
 from async_rl.base.config.loading import dump_config, load_config
 from async_rl.base.errors import ConfigError
-from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
+from async_rl.base.seams import ADVANTAGES, CORRECTIONS, LOSSES
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -45,18 +43,6 @@ def leaves(value: Any, key: str) -> dict[str, Any]:
     for field in dataclasses.fields(value):
         found |= leaves(getattr(value, field.name), f"{key}.{field.name}")
     return found
-
-
-def test_the_loss_that_the_page_shows_is_one_as_it_stands_there() -> None:
-    (block,) = re.findall(r"^```python\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    assert isinstance(names["POLICY_GRADIENT"], Loss)
-    logprobs = torch.tensor([-0.5, -2.0])
-    x = types.SimpleNamespace(advantages=torch.tensor([1.0, -3.0]), logprobs=logprobs, trained=torch.ones(2) > 0)
-    output = names["policy_gradient"](x)
-    assert output.loss.tolist() == [0.5, -6.0]
-    assert not output.clipped.any()
 
 
 def test_the_table_of_presets_holds_every_preset_with_what_it_sets() -> None:

@@ -48,13 +48,13 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml algorithm.preset=decoupled_ppo critic.lr=3e-4",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/llama-sft/model",
-    "async-rl sweep configs/quickstart.yaml --staleness 0,4 --seeds 1 --name two-bounds run.steps=100 "
+    "async-rl sweep configs/quickstart.yaml --staleness 0,4 --seeds 1 --name two-limits run.steps=100 "
     "eval.every_steps=25",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25",
     "async-rl sft configs/sweep_agent_cpu.yaml",
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 1,8,2/8 --seeds 3 --seconds 60 --name depths",
     "async-rl report runs/quickstart-sweep",
-    "async-rl report runs/two-bounds",
+    "async-rl report runs/two-limits",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25 "
     "--parallel auto --dry-run",
     "async-rl plan runs/quickstart-sweep",

@@ -56,6 +56,36 @@ def _chosen_by(model: Any) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
+@contextmanager
+def using(model: Any, routing: RoutingArray) -> Iterator[list[Tensor]]:
+    """Inside the `with` block a forward pass of N tokens uses the experts `routing` [N, layers, k] of a Qwen3-MoE.
+
+    For each layer it appends [N]: by how much the least probable expert that is used is less probable than the most
+    probable one that is not, by the router of the model; 0 if it is not.
+    """
+    lags: list[Tensor] = []
+
+    def use(layer: int) -> Any:
+        experts = torch.from_numpy(routing[:, layer].astype(np.int64))
+
+        def hook(router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            probs = output[0].float().softmax(-1)
+            used = probs.gather(1, experts)
+            lags.append((probs.scatter(1, experts, -1.0).amax(1) - used.amin(1)).clamp(min=0))
+            scores = used / used.sum(-1, keepdim=True) if router.norm_topk_prob else used
+            return output[0], scores.to(output[1].dtype), experts
+
+        return hook
+
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [router.register_forward_hook(use(layer)) for layer, router in enumerate(routers)]
+    try:
+        yield lags
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def row_experts(models: Mapping[int, Any], group: Group, row: Row, keeps_kv: bool) -> RoutingArray:
     """The experts [P + T - 1, layers, k] that a row must have whose replies are all trained in it."""
     tokens = np.concatenate([group.prompt_tokens, row.tokens])

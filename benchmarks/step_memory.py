@@ -32,7 +32,7 @@ from async_rl.base.weights.transport import iter_buckets
 from benchmarks.page import machine_text, write_page
 from benchmarks.random_model import save_random_model
 from learner.loop.updater import Updater
-from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
+from learner.memory.memory_plan import RankMemory, RankMemoryEstimate
 from learner.models.policy import full_parameters
 
 MIB = 2**20

@@ -431,7 +431,7 @@ def decide_gradient_checkpointing(config: Config, device: torch.device) -> bool:
     room = free_room(config, device)
     fits = surely_fits(config, room)
     if not fits:
-        from learner.memory.rank_memory import RankMemoryEstimate
+        from learner.memory.memory_plan import RankMemoryEstimate
 
         fits = RankMemoryEstimate(config, device.type).fits_plain(room)
     wanted = torch.tensor(float(not fits))

@@ -1,17 +1,232 @@
-"""Plans the memory of learner ranks and servers before a run starts: does it fit, a table, and advice if it doesn't."""
+"""Plans the memory of learner ranks and servers before a run starts: does it fit, a table, and advice if it doesn't.
+
+The peak of a rank is the fullest moment of a step: a weight push, or one of these moments in a network's backward pass.
+
+    logits       the output head: all activations, logits, and the gradient of the head
+    last block   the first block of the backward pass: all activations, and what the pass of one block makes
+    first block  the last block of the backward pass: the activations of one block, and the gradients of all others
+    embedding    the gradients of embeddings and other weights outside blocks, until they are split over the ranks
+
+FSDP2 shards each block by itself and all the rest, the root, together: the root stays gathered during the whole pass,
+and its gradients are split at the end. With learner.sequence_parallel, embeddings and head are units of their own: each
+is gathered only while it computes, and the head's gradient is split before those of the blocks are computed, unless
+both are the same tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
-from learner.memory.sizes import GIB, IN_TURNS_BYTES, PROCESS_BYTES, batch_bytes, surely_fits
+from async_rl.base.weights.transport import serving_dtype
+from learner.algorithms.objective import Objective
+from learner.memory.sizes import GIB, IN_TURNS_BYTES, MASTER_BYTES, NetworkSizes, batch_bytes, networks_of, surely_fits
+from learner.models import token_scores
+from learner.models.policy import layout_of
 
+if TYPE_CHECKING:
+    from learner.memory.passes import PassMemory
+
+CONTEXT_BYTES = {"cpu": 0, "cuda": 3 * 2**29}
+"""[device] memory of a rank before it has a tensor: the CUDA context and NCCL's buffers, 1.3 GiB on an H100. On a CPU
+only tensors are counted."""
+PROCESS_BYTES = GIB // 2
+"""CPU memory of a process without weights: the interpreter and its libraries."""
 GRAPHS_BYTES = 2 * GIB
 """GPU memory of a server outside its share: CUDA context and graphs. An estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory that one learner rank needs, in bytes."""
+
+    parts: dict[str, int]  # [use] on the rank's device, not all at the same time
+    host: dict[str, int]  # [use] in CPU memory: what is offloaded, and checkpoints
+    peaks: dict[str, int]  # [moment] on the device
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on the device at a time."""
+        return max(self.peaks.values())
+
+
+class RankMemoryEstimate:
+    """Estimates the memory of a learner rank. The headers of the models' files are read once, in the constructor."""
+
+    def __init__(self, config: Config, device_type: str) -> None:
+        learner = config.placement.learner
+        self._config, self.device_type, self.dtype = config, device_type, serving_dtype(config, device_type)
+        self.networks = networks_of(config)
+        # The number of ranks that a row, the output head and the embeddings are split over, and that of the weights.
+        self.slices = config.learner.sequence_parallel
+        self.split = learner.ranks if config.learner.sharding == "full" else max(1, learner.ranks // learner.nodes)
+
+    def fits_plain(self, room: int) -> bool:
+        """Return whether `room` bytes are enough without gradient checkpointing; False if that can't be computed."""
+        try:
+            return surely_fits(self._config, room) or self.rank_memory(checkpoints=False).peak <= room
+        except NotImplementedError:
+            return False
+
+    def rank_memory(self, *, checkpoints: bool, max_tokens: int = 0) -> RankMemory:
+        """Return the memory of a rank, with or without gradient checkpointing (`checkpoints`).
+
+        Args:
+            max_tokens: replaces learner.max_tokens_per_microbatch, unless it is 0.
+
+        Raises:
+            NotImplementedError: a pass can't be measured without data.
+        """
+        from learner.memory.passes import measure_pass
+
+        config, longest, held = self._config, self._config.longest_tokens, list(self._held())
+        parts = {use: size for use, size, is_on_host in held if not is_on_host}
+        in_step = config.learner.prompts_per_step * config.max_rows_per_group
+        of_rank = -(-in_step // (config.algorithm.num_minibatches * config.batch_shares))
+        tokens = max_tokens * self.slices or config.learner.max_tokens_per_forward
+        rows = min(of_rank, max(1, tokens // longest))
+        is_first = of_rank <= rows  # there are no gradients of earlier micro-batches
+        may_mask = config.rollout.group_size > 1 and config.model.attn_implementation in ("sdpa", "eager")
+        passes = {}
+        for network in [each for each in self.networks if each.trains.all]:
+            masked = may_mask and layout_of([SimpleNamespace(config=network.config)]).masked
+            row = measure_pass(
+                network.config, longest, self.dtype, checkpoints=checkpoints, masked=masked, slices=self.slices
+            )
+            passes[network.role] = BackwardPass(
+                self, network, row, rows=rows, tokens=rows * longest // self.slices, is_first=is_first,
+                keeps_gradients=f"{network.role}: gradients" in parts,
+            )  # fmt: skip
+        fixed, buckets, gathered = float(self.kept()), *self._push()
+        peaks = {"push": fixed + buckets + gathered}
+        if self.device_type == "cpu":  # there buckets are kept from push to push
+            fixed += buckets
+        objective, policy = Objective(config), passes["policy"]
+        critic_waits = not objective.trains_critic_first  # the policy's forward pass comes before its backward pass
+        for role, each in passes.items():
+            there = fixed
+            if role == "policy":  # the critic's pass is over
+                there += parts.get("critic: gradients", 0)
+            else:
+                there += 0 if is_first else parts.get("policy: gradients", 0)
+                there += policy.kept if critic_waits else 0
+                there += policy.root if critic_waits or objective.computes_proximal else 0  # a pass has gathered it
+            for moment, size in each.moments.items():
+                peaks[moment] = max(peaks.get(moment, 0.0), there + size)
+            parts[f"{role}: activations"], parts[f"{role}: gathered"] = round(each.kept), each.gathered
+            parts[f"{role}: logits and head"] = each.scores
+        parts |= {"push buffers": buckets + gathered, "process": CONTEXT_BYTES[self.device_type]}
+        host = {use: size for use, size, is_on_host in held if is_on_host}
+        host["checkpoint being written"] = sum(network.saved // self.split for network in self.networks)
+        return RankMemory(parts, host, {moment: round(size) for moment, size in peaks.items()})
+
+    def kept(self) -> int:
+        """Return the bytes that a rank has on its device between its steps."""
+        held = sum(size for use, size, is_on_host in self._held() if not (is_on_host or "gradients" in use))
+        return held + CONTEXT_BYTES[self.device_type]
+
+    def _held(self) -> Iterator[tuple[str, int, bool]]:
+        """Yield (use, bytes, whether the host has it) of everything that a rank keeps in memory during a whole step."""
+        offload, moves = self._config.learner.offload, self.device_type != "cpu"
+        for network in self.networks:
+            role, trained = network.role, MASTER_BYTES * network.trains.all // self.split
+            if not trained:
+                offloads = moves and role == "reference" and self._config.reference.offload
+                yield f"{role}: weights", self.dtype.itemsize * network.has.all // self.split, offloads
+                continue
+            moves_all = moves and offload == "all"
+            yield f"{role}: weights", MASTER_BYTES * network.has.all // self.split, moves_all
+            yield f"{role}: gradients", trained, moves_all
+            yield f"{role}: optimizer state", network.state // self.split, moves and offload != "none"
+            if network.average:
+                yield f"{role}: average", network.average // self.split, moves_all
+
+    def _push(self) -> tuple[int, int]:
+        """Return the bytes of a push: its buckets, and the largest weight, gathered and converted.
+
+        There are two buckets, or one if the whole model fits into it.
+        """
+        policy, bucket_bytes, itemsize = self.networks[0], self._config.weight_sync.bucket_bytes, self.dtype.itemsize
+        model_bytes, is_converted = itemsize * policy.has.all, itemsize != MASTER_BYTES
+        buckets = max(bucket_bytes, itemsize * policy.largest) * (1 if model_bytes <= bucket_bytes else 2)
+        if self.device_type == "cpu":  # what is not used is not there
+            buckets = min(model_bytes, buckets)
+        each = itemsize if is_converted or self.split > 1 else 0
+        if self._config.model.lora.rank:  # gathered in float32, merged with its adapter, and then converted
+            each = MASTER_BYTES * (1 + (self.split > 1)) + itemsize * is_converted
+        return buckets, policy.largest * each
+
+
+class BackwardPass:
+    """Bytes of one network's backward pass over a micro-batch on one rank, without stored weights and optimizer state.
+
+    Args:
+        row: the memory of one row in a pass.
+        rows: rows of full length in the micro-batch.
+        tokens: tokens of these rows that this rank has.
+        is_first: there are no gradients of earlier micro-batches.
+        keeps_gradients: gradients stay on the device once they are split; with learner.offload all they don't.
+    """
+
+    def __init__(
+        self, rank: RankMemoryEstimate, network: NetworkSizes, row: PassMemory, *, rows: int, tokens: int,
+        is_first: bool, keeps_gradients: bool,
+    ) -> None:  # fmt: skip
+        itemsize, split, slices = rank.dtype.itemsize, rank.split, rank.slices
+        has, trains, is_tied = network.has, network.trains, network.is_tied
+
+        def splitting(numbers: int) -> int:
+            """Return the bytes of gradients while they are split over ranks: copied to float32, then added in parts."""
+            return max((itemsize + MASTER_BYTES) * numbers, MASTER_BYTES * (numbers + numbers // split))
+
+        # Gathered weights: the block that computes and the next one, flat and taken apart; and those outside blocks.
+        blocks = itemsize * has.block * (1 if split == 1 else 3)
+        waits = slices == 1 or is_tied  # the head stays gathered, and its gradient whole, during the whole pass
+        root = itemsize * (has.rest - has.embeddings - (0 if is_tied else has.head))
+        embeddings, head = itemsize * (has.embeddings // slices), 0 if is_tied else itemsize * (has.head // slices)
+        at_logits, at_embedding = root + head + embeddings * waits, root + embeddings + head * waits
+        self.root = root + embeddings + head if waits else 0  # weights that a forward pass leaves gathered
+        between = self.root or root
+        self.gathered = blocks + max(at_logits, at_embedding)  # the most weights gathered at a time
+        # Numbers of the last gradients, and what is made for them and, if tied, for those of the head.
+        numbers = trains.rest if slices == 1 else trains.embeddings // slices
+        made = itemsize * (numbers + trains.embeddings // slices * is_tied) + MASTER_BYTES * numbers * (slices > 1)
+        of_block = rows * (row.peak - row.kept) + splitting(trains.block)
+        of_block += itemsize * trains.head // slices if waits else 0
+        self.kept = kept = rows * row.kept  # by the forward pass for the backward pass
+        self.scores = _score_bytes(network, tokens, rank.device_type, itemsize, slices)
+        before = 0 if waits else trains.head
+        after = before + trains.all - trains.rest
+        moments = {  # bytes that only the pass makes, and numbers of the gradients that are split already
+            "logits": (kept + self.scores + at_logits, 0),
+            "last block": (kept + of_block + between, before),
+            "first block": (kept / max(1, network.layers) + of_block + between, after),
+            "embedding": (max(made + at_embedding, splitting(numbers)), after),
+        }
+        self.moments = {  # bytes at each moment that may be the fullest
+            name: size + blocks + MASTER_BYTES * keeps_gradients * (done if is_first else trains.all) // split
+            for name, (size, done) in moments.items()
+        }
+
+
+def _score_bytes(network: NetworkSizes, tokens: int, device_type: str, itemsize: int, slices: int) -> int:
+    """Return the bytes of logits and of the head's gradient; see token_scores.py and split_vocabulary.py.
+
+    The gradient of a chunk may be added to a sum. It is made when the logits are gone except for their gradient, in the
+    compute type.
+    """
+    if not network.has.head:
+        return 0
+    limit, is_narrow = token_scores.LOGITS_BYTES[device_type], itemsize < MASTER_BYTES
+    wanted = 4 * tokens * -(-network.config.vocab_size // slices)
+    logits, head = min(wanted, limit), network.trains.head // slices
+    is_added = slices > 1 or (is_narrow and wanted > limit)
+    made = max(round(logits * (1.5 if is_narrow else 1.3)), logits * itemsize // 4 + head * itemsize * is_added)
+    return head * (MASTER_BYTES if is_added else itemsize) + made
 
 
 class MemoryPlan:
@@ -64,8 +279,7 @@ class MemoryPlan:
         self.kv_tokens = left if self.on_gpu else min(left, self.answer_tokens)
 
     def rank_memory(self) -> RankMemory:
-        """Return the memory of a learner rank as it is configured. Raises NotImplementedError if it can't be computed.
-        """
+        """Return the memory of a learner rank as it is configured; NotImplementedError if it can't be computed."""
         return self.estimate.rank_memory(checkpoints=self.checkpoints)
 
     def check(self) -> list[str]:
@@ -79,10 +293,8 @@ class MemoryPlan:
         Raises:
             ConfigError: even the smallest micro-batches don't.
         """
-        if surely_fits(self.config, self.rank_room):
-            return []
         try:
-            needed = self.rank_memory().peak
+            needed = 0 if surely_fits(self.config, self.rank_room) else self.rank_memory().peak
         except NotImplementedError as error:
             return [f"the learner's memory is not checked: {error}"]
         if needed <= self.rank_room:

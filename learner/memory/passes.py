@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ from transformers import AutoModel
 from learner.models.sequence import head_repeats
 
 
-@dataclass(frozen=True, slots=True)
-class PassMemory:
+class PassMemory(NamedTuple):
     """Bytes of a forward and backward pass for each row, without weights and their gradients."""
 
     kept: float  # by the forward pass for the backward pass
@@ -37,14 +35,12 @@ _measured: dict[tuple[object, ...], PassMemory] = {}
 def measure_pass(
     config: Any, row_tokens: int, dtype: torch.dtype, *, checkpoints: bool, masked: bool, slices: int = 1
 ) -> PassMemory:
-    """Return the memory that each row takes in a forward and backward pass of the model of `config` (transformers').
+    """Return the memory that a row takes in a forward and backward pass of the model of `config` (transformers').
 
     The passes have two and three layers, and one and two rows; larger sizes are extrapolated. Attention is eager or
-    SDPA; flex and flash attention keep as much as SDPA.
+    SDPA; flex and flash attention keep as much as SDPA. With `checkpoints` only the inputs of each block are kept.
 
     Args:
-        row_tokens: tokens of a row.
-        checkpoints: keep only the inputs of each block.
         masked: attention has a mask [rows, 1, S, S], which each rank has whole; else it is causal.
         slices: ranks that split the row (learner.sequence_parallel). The result is the memory of one of them.
 
@@ -52,33 +48,27 @@ def measure_pass(
         NotImplementedError: the model can't run without data, or the ranks that split a row gather its keys.
     """
     model = (type(config), config.to_json_string(use_diff=False), config._attn_implementation)
-    arguments = (row_tokens, dtype, checkpoints, masked, slices)
-    if (*model, *arguments) not in _measured:
-        _measured[(*model, *arguments)] = _measure(config, *arguments)
-    return _measured[(*model, *arguments)]
-
-
-def _measure(
-    config: Any, row_tokens: int, dtype: torch.dtype, checkpoints: bool, masked: bool, slices: int
-) -> PassMemory:
+    key = (*model, row_tokens, dtype, checkpoints, masked, slices)
+    if key in _measured:
+        return _measured[key]
     heads = config.num_attention_heads
     if slices > 1 and not head_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, slices):
         raise NotImplementedError(
             f"learner.sequence_parallel {slices} does not divide the {heads} heads, so that its ranks gather keys"
         )
-    if dtype == torch.float32 and getattr(config, "num_experts", None):  # experts compute without data in bfloat16 only
-        half = _measure(config, row_tokens, torch.bfloat16, checkpoints, masked, slices)
-        return PassMemory(2 * half.kept, 2 * half.peak)
+    # experts compute without data in bfloat16 only, with half the bytes
+    measured = torch.bfloat16 if getattr(config, "num_experts", None) else dtype
 
     def added_row(layers: int) -> np.ndarray:
         """Return (bytes kept, most bytes at a time) that a second row adds."""
-        one, two = (_pass_bytes(config, layers, rows, row_tokens, dtype, checkpoints, masked) for rows in (1, 2))
-        return np.subtract(two, one)
+        one, two = (_pass_bytes(config, layers, rows, row_tokens, measured, checkpoints, masked) for rows in (1, 2))
+        return np.subtract(two, one) * (dtype.itemsize // measured.itemsize)
 
     few, more = added_row(2), added_row(3)
     mask = dtype.itemsize * row_tokens**2 * masked
     kept, peak = (few + (more - few) * (config.num_hidden_layers - 2)) / slices + mask
-    return PassMemory(float(kept), float(peak))
+    _measured[key] = PassMemory(float(kept), float(peak))
+    return _measured[key]
 
 
 def _pass_bytes(
@@ -96,15 +86,12 @@ def _pass_bytes(
             for parameter in base.parameters():
                 if parameter.requires_grad:  # some models have parameters that are never trained
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)  # as FSDP takes them over, by block
-            if checkpoints:
-                blocks = set(base._no_split_modules or ())  # type: ignore[arg-type]
-                for block in [module for module in base.modules() if type(module).__name__ in blocks]:
-                    forward = partial(checkpoint, block.forward, use_reentrant=False)
-                    block.forward = forward  # type: ignore[method-assign]
+            blocks = set(base._no_split_modules or ()) if checkpoints else ()  # type: ignore[arg-type]
+            for block in [module for module in base.modules() if type(module).__name__ in blocks]:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
             mask = torch.zeros(rows, 1, row_tokens, row_tokens, dtype=dtype) if masked else None
             where = torch.arange(rows * row_tokens)
-            existing = [*base.parameters(), *base.buffers(), where, *([] if mask is None else [mask])]
-            with LiveBytes(existing) as counter:
+            with LiveBytes([*base.parameters(), *base.buffers(), where, *([] if mask is None else [mask])]) as counter:
                 # not tokens: the gradient of the embeddings, which is no block's, may take more than all else
                 embedded = torch.zeros(rows, row_tokens, config.hidden_size, dtype=dtype, requires_grad=True)
                 states = base(inputs_embeds=embedded, attention_mask=mask, use_cache=False).last_hidden_state

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from async_rl.base.config import Config, LearnerConfig
-from async_rl.base.models_and_data.model_folder import weight_shapes
+from async_rl.base.models_and_data.model_folder import num_weights
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.loop.optimizer import open_optimizer, some_lr
 from learner.models.network import freeze
@@ -30,8 +30,6 @@ from learner.models.network import freeze
 GIB = 2**30
 IN_TURNS_BYTES = 5 * GIB
 """GPU memory of a server that has released weights and KV cache, such as CUDA graphs. An estimate."""
-PROCESS_BYTES = GIB // 2
-"""CPU memory of a process without weights: the interpreter and its libraries."""
 _MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
 """The engines' largest batches, of replies and of prompts."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -68,12 +66,11 @@ class NetworkSizes:
     @property
     def saved(self) -> int:
         """Bytes of the network's checkpoint: trained weights in float32, their optimizer state and their average."""
-        return MASTER_BYTES * self.trains.all + self.state + self.average if self.trains.all else 0
+        return MASTER_BYTES * self.trains.all + self.state + self.average
 
 
 def networks(config: Config) -> dict[str, tuple[str, str]]:
-    """Return {role: (key, path)} of the learner's networks, the policy first: the setting of the model, and its value.
-    """
+    """Return {role: (key, path)} of the learner's networks, the policy first. `path` is the value of setting `key`."""
     algorithm, model = config.algorithm, config.model
     paths = {"policy": ("model.path", model.path)}
     if algorithm.advantage_entry.needs_critic:
@@ -86,11 +83,7 @@ def networks(config: Config) -> dict[str, tuple[str, str]]:
 
 
 def networks_of(config: Config) -> list[NetworkSizes]:
-    """Return the sizes of the learner's networks, the policy first. Only headers of weight files are read.
-
-    Raises:
-        ConfigError: a model can't be loaded.
-    """
+    """Return the sizes of the learner's networks, the policy first. Raises ConfigError if a model can't be loaded."""
     return [_network(role, key, path, config) for role, (key, path) in networks(config).items()]
 
 
@@ -176,11 +169,10 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def surely_fits(config: Config, room: int) -> bool:
-    """Return whether a rough upper bound of a rank's memory fits `room` bytes. Saves the seconds of measuring a pass.
-    """
+    """Return whether a rough upper bound of a rank's memory fits `room` bytes. It saves measuring a pass, seconds."""
     longest, needed = config.longest_tokens, 0
     for _, path in networks(config).values():
-        model, weights = AutoConfig.from_pretrained(path).get_text_config(), _num_weights(path)
+        model, weights = AutoConfig.from_pretrained(path).get_text_config(), num_weights(path)
         # for each token a layer makes about as many numbers as it has weights for each of its inputs
         numbers = 4 * weights // model.hidden_size
         is_eager = config.model.attn_implementation == "eager"
@@ -188,10 +180,6 @@ def surely_fits(config: Config, room: int) -> bool:
         # weight, gradient, AdamW's two moments and an average of each, in float32
         needed += 5 * MASTER_BYTES * weights + 4 * config.learner.max_tokens_per_forward * (numbers + pairs)
     return 2 * needed < room
-
-
-def _num_weights(path: str) -> int:
-    return sum(torch.Size(shape).numel() for shape in weight_shapes(Path(path)).values())
 
 
 def batch_bytes(config: Config, model: Any) -> int:

@@ -14,8 +14,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.run.before_start import gpus as host_gpus
 from async_rl.run.before_start.dry_run import dry_run
 from learner.loop.updater import decide_gradient_checkpointing
-from learner.memory.memory_plan import GRAPHS_BYTES, MemoryPlan
-from learner.memory.rank_memory import RankMemory
+from learner.memory.memory_plan import GRAPHS_BYTES, MemoryPlan, RankMemory
 from learner.memory.sizes import (
     GIB,
     batch_bytes,

@@ -187,6 +187,11 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
+def num_weights(path: str | Path) -> int:
+    """Return the number of weights in the model folder `path`. Raises ConfigError as `weight_shapes` does."""
+    return sum(math.prod(shape) for shape in weight_shapes(Path(path)).values())
+
+
 def policy_lr(config: Config) -> float:
     """Return the policy's learning rate: learner.lr, or if that is auto, `auto_lr`."""
     return auto_lr(config) if config.learner.lr == "auto" else config.learner.lr
@@ -198,8 +203,7 @@ def auto_lr(config: Config) -> float:
     Raises:
         ConfigError: the folder has no complete weight files.
     """
-    weights = sum(math.prod(shape) for shape in weight_shapes(Path(config.model.path)).values())
-    return default_lr(weights, has_adapters=config.model.lora.rank > 0)
+    return default_lr(num_weights(config.model.path), has_adapters=config.model.lora.rank > 0)
 
 
 def has_tokenizer(path: str | Path) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from learner.memory.memory_plan import BackwardPass
 from learner.memory.passes import PassMemory
-from learner.memory.rank_memory import BackwardPass
 from learner.memory.sizes import Counts, NetworkSizes
 from learner.models import token_scores
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Ernie4_5_MoeConfig, GptOssConfig, GptOssForCausalLM
 
+from learner.memory.memory_plan import RankMemoryEstimate
 from learner.memory.passes import measure_pass
-from learner.memory.rank_memory import RankMemoryEstimate
 from tests.kit.configs import make_config
 
 pytestmark = pytest.mark.processes  # together they compute for long

@@ -76,12 +76,6 @@ def some_lr(config: LearnerConfig) -> float:
     return FULL_LR if config.lr == "auto" else config.lr
 
 
-def check_optimizer(config: LearnerConfig) -> None:
-    """Raise the ConfigError of `open_optimizer` for bad settings, without a model: it gets a small matrix and a bias.
-    """
-    open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], some_lr(config))
-
-
 def check_sharded(config: LearnerConfig, parameters: Sequence[Tensor]) -> None:
     """Check that the optimizer can train sharded parameters, by two steps on small weights. Collective.
 

@@ -11,7 +11,6 @@ import pytest
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from async_rl.run.before_start import preflight
 from async_rl.run.before_start.attached_server import check_server_reaches_learner
 from async_rl.run.processes.placement import decide_placement, host_demands
 from tests.kit.configs import make_config
@@ -52,11 +51,7 @@ def at(url: str, transport: str = "gloo", **overrides: Any) -> Config:
     ],
 )
 def test_a_server_that_reaches_the_learner_or_its_files_is_accepted(url: str, overrides: dict[str, Any]) -> None:
-    check_addresses(at(url, **overrides))
-
-
-def check_addresses(config: Config) -> None:
-    preflight.check_addresses(config)
+    check_server_reaches_learner(at(url, **overrides))
 
 
 def test_on_several_nodes_a_server_anywhere_is_accepted() -> None:
@@ -68,11 +63,11 @@ def test_on_several_nodes_a_server_anywhere_is_accepted() -> None:
 def test_a_server_that_would_look_for_the_learner_on_its_own_host_is_refused(url: str) -> None:
     message = r"^rollout\.server_urls "
     with pytest.raises(ConfigError, match=message):
-        check_addresses(at(url))
+        check_server_reaches_learner(at(url))
     asked = at(url, transport="auto")
     with pytest.raises(ConfigError, match=message):
         decide_placement(asked, host_demands(asked, 0))
     decided = decide_placement(asked, host_demands(asked, 2))
     assert decided["weight_sync.transport"] == "disk"
     with pytest.raises(ConfigError, match=message):
-        check_addresses(at("http://nowhere:3"))
+        check_server_reaches_learner(at("http://nowhere:3"))

@@ -46,22 +46,6 @@ def rewritten(model: Path, tmp_path: Path, **described: Any) -> Path:
     return folder
 
 
-def row_of(content: str, **more: Any) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": content}]
-    return {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": {"ground_truth": "1"}, **more}
-
-
-def test_a_prompt_without_tokens_is_refused(base: Config, tiny_model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    (folder / "chat_template.jinja").unlink()
-    plain = changed(base, model={"path": folder})
-    for name, content in (("empty", ""), ("blank", " \n")):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text(json.dumps(row_of(content)))
-        with pytest.raises(ConfigError, match=rf"{name}\.jsonl, row 0"):
-            check_inputs(changed(plain, task=TaskConfig(path=str(file))))
-
-
 def config_with_reward(base: Config, tmp_path: Path, source: str) -> Config:
     module = f"reward_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     (tmp_path / f"{module}.py").write_text(source)
@@ -135,7 +119,7 @@ def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_a
         (0, "weight_sync.transport=nccl", "weight_sync.transport"),
         (1, "weight_sync.transport=nccl", "weight_sync.transport"), (3, "weight_sync.transport=nccl", ""),
         (2, "weight_sync.transport=cuda_ipc", "weight_sync.transport"),
-        (0, "placement.rollout.tp=2", "placement.rollout.tp"), (2, "placement.rollout.tp=2", "placement.rollout.tp"),
+        (0, "placement.rollout.tp=2", "placement.rollout.tp"), (2, "placement.rollout.tp=2", "placement"),
         (3, "placement.rollout.tp=2", ""),
         (0, "placement.learner.gpus_per_node=1", "placement"), (0, "network.keys=none", "network.keys"),
     ],

@@ -9,13 +9,16 @@ import torch
 
 from async_rl.base.config import ModelConfig
 from async_rl.base.errors import ConfigError
-from learner.loop.optimizer import check_optimizer, decayed
+from learner.loop.optimizer import decayed
 from learner.loop.updater import Updater
+from learner.memory.sizes import state_bytes
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import values_of, weights_of
 
 CPU = torch.device("cpu")
+SHAPES = [(64, 64), (64,)]
+"""A matrix and a bias."""
 
 
 @pytest.mark.parametrize("end", [0.0, 0.1])
@@ -109,7 +112,7 @@ def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_mode
 @pytest.mark.parametrize("name", ["adamw", "paged_adamw_8bit", "Muon", "collections:Counter", "two words"])
 def test_an_optimizer_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^learner\.optimizer "):
-        check_optimizer(learner_config(learner={"optimizer": name}).learner)
+        state_bytes(learner_config(learner={"optimizer": name}).learner, SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -122,4 +125,4 @@ def test_an_optimizer_that_is_none_is_refused(name: str) -> None:
 )
 def test_settings_that_an_optimizer_does_not_take_are_refused(key: str, learner: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"^learner\.{key} "):
-        check_optimizer(learner_config(learner=learner).learner)
+        state_bytes(learner_config(learner=learner).learner, SHAPES)

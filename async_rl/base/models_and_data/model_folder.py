@@ -24,7 +24,7 @@ TEMPLATE_DATE = datetime(2024, 7, 26)
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-ROLES: dict[str, tuple[str, ...]] = {
+_ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
 """For the key of each model besides the policy: the allowed endings of its architecture's name; (): any name."""
@@ -118,9 +118,15 @@ def check_trainable(path: str | Path, key: str = "model.path") -> None:
         )
 
 
-def check_unquantised(path: str | Path, key: str) -> None:
-    """Raise ConfigError if the weights in `path`, the value of `key`, are quantised, which the learner can't load."""
-    model = _load_model_config(Path(path), key, ())
+def check_role_folder(key: str, path: str) -> None:
+    """Check that `path`, the value of `key`, contains the kind of model that the key needs, whole and not quantised.
+
+    Raises:
+        ConfigError: `path` has another kind of model, lacks files, or has quantised weights, which the learner can't
+            load.
+    """
+    model = _load_model_config(Path(path), key, _ROLES.get(key, ()))
+    weight_shapes(Path(path))
     if quantised := getattr(model, "quantization_config", None):
         raise ConfigError(
             f"{key} {path} must have weights in float32, bfloat16 or float16; its config.json says that they are "
@@ -132,16 +138,6 @@ def check_unquantised(path: str | Path, key: str) -> None:
 def partial_of(folder: Path) -> Path:
     """Return the folder into which the files of `folder` are written until it is complete."""
     return folder.with_name(f"{folder.name}.partial")
-
-
-def check_role_folder(key: str, path: str) -> None:
-    """Check that `path` contains the kind of model that setting `key` needs: a critic, a reference or a reward model.
-
-    Raises:
-        ConfigError: `path` has another kind of model, or lacks files.
-    """
-    _load_model_config(Path(path), key, ROLES[key])
-    weight_shapes(Path(path))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from async_rl.base.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -127,14 +129,20 @@ class ServerAdmin(Protocol):
         """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 by the server: len(tokens) - 1 values."""
 
 
-def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[str, str]:
-    """Return the calls that a ServerAdmin class lacks, each with what needs it.
+def check_admin(engine: str, entry: EngineEntry, *, verifies: bool) -> None:
+    """Check that the ServerAdmin class of an engine defines all calls that pushes need.
 
     Args:
-        entry: the engine's entry.
-        admin: the engine's ServerAdmin class.
+        engine: the engine's name.
+        entry: its entry.
         verifies: whether weight_sync.verify_every is set.
+
+    Raises:
+        ConfigError: its open_admin is no class, or the class lacks calls. The message says what needs each of them.
     """
+    admin = entry.load_admin()
+    if not isinstance(admin, type):
+        raise ConfigError(f"rollout.engine {engine}: its open_admin must be a class, or load one, got {admin!r}")
     needed = dict.fromkeys(_IN_EACH_PUSH, "every push")
     for way in entry.receives:
         needed |= dict.fromkeys(_OF_A_WAY.get(way, ()), f"`receives` {way}")
@@ -142,7 +150,9 @@ def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[
         needed |= dict.fromkeys(("release_memory", "resume_memory"), "`releases_memory`")
     if verifies:
         needed |= dict.fromkeys(_OF_VERIFICATION, "weight_sync.verify_every")
-    return {
-        call: why for call, why in needed.items()
+    lacking = ", ".join(
+        f"{call} (for {why})" for call, why in needed.items()
         if getattr(admin, call, None) in (None, getattr(ServerAdmin, call))  # a subclass of the Protocol inherits stubs
-    }
+    )
+    if lacking:
+        raise ConfigError(f"rollout.engine {engine}: {admin!r} must define {lacking}, see base/weights/server_admin.py")

@@ -10,39 +10,27 @@ import asyncio
 import os
 from collections.abc import Callable
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.errors import ConfigError, RewardError
+from async_rl.base.models_and_data import model_folder
 from async_rl.base.models_and_data.experts import recorded_experts
-from async_rl.base.models_and_data.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
-from async_rl.base.models_and_data.model_folder import (
-    ROLES,
-    auto_lr,
-    check_is_folder,
-    check_model_folder,
-    check_role_folder,
-    check_trainable,
-    check_unquantised,
-    load_tokenizer,
-    policy_lr,
-    weight_shapes,
-)
+from async_rl.base.models_and_data.hub_names import DATA_KEYS, LEARNER_MODELS, MODEL_KEYS, hub_repo, is_data, names_in
 from async_rl.base.network import interface_of
 from async_rl.base.ports import check_ports
 from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.engines import ENGINES
 from async_rl.base.seams.lookup import import_object
+from async_rl.run.before_start.attached_server import check_server_reaches_learner
 from async_rl.run.before_start.gpus import check_gpu_driver, check_memory
-from async_rl.run.processes.placement import check_sharing, explain, find_hosts, gpus_here, host_demands, runs_here
+from async_rl.run.processes.placement import assign, check_sharing, find_hosts, gpus_here, host_demands, runs_here
 from buffer.keys import check_keys
 
 if TYPE_CHECKING:
-    from async_rl.base.seams import EngineEntry
     from rollout_server.rewards.base import NamedReward
     from rollout_server.tasks.base import Task
 
@@ -54,7 +42,7 @@ def task_of(config: Config) -> Callable[[], Task]:
     """Return a function that opens the task of `config` at its first call, and then returns the same one."""
     from rollout_server.tasks.base import open_task
 
-    return cache(lambda: open_task(config, load_tokenizer(config.model.path)))
+    return cache(lambda: open_task(config, model_folder.load_tokenizer(config.model.path)))
 
 
 def check_names(config: Config) -> None:
@@ -64,13 +52,12 @@ def check_names(config: Config) -> None:
         ConfigError: a file is missing, a `module:name` can't be imported, or there are not as many URLs as servers.
     """
     for key, name in names_in(config, (*MODEL_KEYS, *DATA_KEYS)):
-        if is_data(key):
-            if find_data(name, key) is None:
-                from async_rl.base.models_and_data.row_files import files_of
+        if is_data(key) and hub_repo(name, key) is None:
+            from async_rl.base.models_and_data.row_files import files_of
 
-                files_of(name, key)
-        elif find_model(name, key) is None:
-            check_is_folder(key, name)
+            files_of(name, key)
+        elif hub_repo(name, key) is None:
+            model_folder.check_is_folder(key, name)
     task = config.task
     named = {"task.reward": task.reward, "task.env": task.env, "task.agent": task.agent, "task.name": task.name}
     named |= {f"task.rewards[{number}].reward": each.reward for number, each in enumerate(task.rewards)}
@@ -98,7 +85,7 @@ def check_inputs(
         ConfigError: the first check that fails.
     """
     task = task or task_of(config)
-    cautions = check_model_folder(config.model.path, config.longest_tokens)
+    cautions = model_folder.check_model_folder(config.model.path, config.longest_tokens)
     for name in config.engine_entries if not config.rollout.server_url else ():
         check_model(resolve(config, engine_of(config, config.server_names[config.engines.index(name)])))
     if config.judge.path:
@@ -106,46 +93,54 @@ def check_inputs(
             not config.judge.urls, "judge.urls", list(config.judge.urls), "empty with judge.path",
             "The run fills them in.",
         )
-        cautions += check_model_folder(config.judge.path, key="judge.path")
+        cautions += model_folder.check_model_folder(config.judge.path, key="judge.path")
     if is_driver:
         cautions += _check_driver(config)
     if config.task.has_turns:
         _check_episodes(config)
-    return [*cautions, *_check_task(config, task()), *_check_reward(config, task())]
+    task().prompt(0)  # applies the chat template
+    if config.eval.suite:
+        from rollout_server.tasks.suites import suite_prompts
+
+        suite_prompts(config, task())
+    return [*cautions, *task().cautions, *_check_reward(config, task())]
 
 
 def _check_driver(config: Config) -> list[str]:
     """Make the checks that only the host that starts the run must pass. Returns warnings."""
-    from learner.loop.optimizer import check_optimizer
+    from async_rl.base.weights.server_admin import check_admin
     from learner.memory.sizes import checkpoint_bytes
 
-    is_here, network = runs_here(config), config.network
+    is_here = runs_here(config)
     for name, entry in config.engine_entries.items():
-        _check_admin(name, entry, config.weight_sync.verify_every > 0)
-    check_optimizer(config.learner)
+        check_admin(name, entry, verifies=config.weight_sync.verify_every > 0)
     if config.checkpoint.push_to_hub:
         from async_rl.base.models_and_data.hub import check_login
 
         check_login(config.checkpoint.push_to_hub)
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
-        check_addresses(config)
-    if network.ports:
-        check_ports(config)
+        interface_of(config.network.host)
+    check_server_reaches_learner(config)
+    check_ports(config)
     if is_here:
-        _check_placement(config)
-        check_sharing(config, host_demands(config, gpus_here()))
-        if network.keys:
-            check_keys(network.keys)
-    roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
-    for key, path in roles.items():
-        check_role_folder(key, path)
+        check_gpu_driver()
+        tp, gpus = config.placement.rollout.tp, gpus_here()
+        check(
+            tp == 1 or gpus > 0 or bool(config.rollout.server_url), "placement.rollout.tp", tp,
+            "1 on a host without GPUs", "On the CPU a server starts one rank.",
+        )
+        wanted = host_demands(config, gpus)
+        assign(wanted, find_hosts(config))
+        check_sharing(config, wanted)
+        if config.network.keys:
+            check_keys(config.network.keys)
     # Another host may have packages for attention that this one lacks; every model has eager attention.
     attention = config.model.attn_implementation if is_here else "eager"
-    for key, path in {"model.path": config.model.path, **roles}.items():
+    for key, path in names_in(config, LEARNER_MODELS):
         check_loading(key, path, config, attention)
     check_disk(config, checkpoint_bytes(config))
     cautions = check_memory(config) if is_here else []
-    if (chosen := policy_lr(config)) >= LARGE_LR * (usual := auto_lr(config)):
+    if (chosen := model_folder.policy_lr(config)) >= LARGE_LR * (usual := model_folder.auto_lr(config)):
         cautions.append(
             f"learner.lr = {chosen:g} is {chosen / usual:.0f} times as much as auto takes for this model, {usual:g}: "
             "at such rates a policy usually collapses."
@@ -163,9 +158,9 @@ def check_loading(key: str, path: str, config: Config, attention: str) -> None:
     from async_rl.base.models_and_data.model_loading import check_reads_rows, load_without_weights
     from async_rl.base.weights.checkpoint_names import check_names as check_weight_names
 
-    check_unquantised(path, key)
+    model_folder.check_role_folder(key, path)
     if key in ("model.path", "reference.path"):
-        check_trainable(path, key)
+        model_folder.check_trainable(path, key)
     model, slices = load_without_weights(key, path, attention), config.learner.sequence_parallel
     if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
         from learner.models.sequence import check_splittable
@@ -176,25 +171,13 @@ def check_loading(key: str, path: str, config: Config, attention: str) -> None:
         copies = placed.nodes if config.learner.sharding == "hybrid" else 1
         check_vocabulary(model.get_input_embeddings().num_embeddings, placed.ranks, slices, copies)
     if key == "model.path":
-        check_weight_names(model, weight_shapes(Path(path)), path)
-    elif key != "reward_model.path" or not _reads_text(config):
-        check_reads_rows(model, key, path, config)
+        return check_weight_names(model, model_folder.weight_shapes(Path(path)), path)
+    if key == "reward_model.path":
+        from learner.models.reward_model import RewardRows
 
-
-def _reads_text(config: Config) -> bool:
-    """Return whether the reward model reads rows as text, in tokens of its own."""
-    from learner.models.reward_model import RewardRows
-
-    return RewardRows(config.model.path, config.reward_model.path).reads_text
-
-
-def check_addresses(config: Config) -> None:
-    """Check that network.host is an address of this host, and that a server at rollout.server_urls can reach it."""
-    interface_of(config.network.host)
-    if config.rollout.server_url:
-        from async_rl.run.before_start.attached_server import check_server_reaches_learner
-
-        check_server_reaches_learner(config)
+        if RewardRows(config.model.path, path).reads_text:  # in tokens of its own
+            return
+    check_reads_rows(model, key, path, config)
 
 
 def check_model(config: Config) -> None:
@@ -209,41 +192,14 @@ def check_model(config: Config) -> None:
         )
 
 
-def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
-    """Check that the ServerAdmin class of the engine `name` defines all calls that pushes need."""
-    from async_rl.base.weights.server_admin import lacking_calls
-
-    admin = entry.load_admin()
-    if not isinstance(admin, type):
-        raise ConfigError(f"rollout.engine {name}: its open_admin must be a class, or load one, got {admin!r}")
-    if lacking := lacking_calls(entry, admin, verifies=verifies):
-        calls = ", ".join(f"{call} (for {why})" for call, why in lacking.items())
-        raise ConfigError(f"rollout.engine {name}: {admin!r} must define {calls}, see base/weights/server_admin.py")
-
-
-def _check_task(config: Config, task: Task) -> list[str]:
-    """Create the task's first prompt, which shows whether its chat template works. Returns the task's warnings."""
-    prompt = task.prompt(0)
-    if not len(prompt.tokens) and (config.task.path or config.task.name):
-        raise ConfigError(
-            f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}. Correct the task"
-        )
-    if config.eval.suite:
-        from rollout_server.tasks.suites import suite_prompts
-
-        suite_prompts(config, task)
-    return task.cautions
-
-
 def _check_episodes(config: Config) -> None:
     """Check the environment, agent or tools, and that the model's chat template can be extended turn by turn."""
     from rollout_server.episodes.multi_turn import MultiTurnPlayer
 
-    def generate(request: object) -> NoReturn:
-        raise AssertionError("a check generates nothing")
-
+    generate: Any = None  # a check generates nothing
     server_url = "http://127.0.0.1:1"  # only the format of tool calls is chosen; nothing is sent
-    MultiTurnPlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
+    tokenizer = model_folder.load_tokenizer(config.model.path)
+    MultiTurnPlayer(config, tokenizer, generate, server_url, Path(os.devnull))
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:
@@ -281,16 +237,3 @@ def _try_reward(named: NamedReward, name: str, task: Task) -> None:
         raise ConfigError(f"the reward {name} fails for the right answer to the first prompt: {error}") from error
     finally:
         threads.close()
-
-
-def _check_placement(config: Config) -> None:
-    """Check that the processes fit on this host."""
-    check_gpu_driver()
-    learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
-    wanted = learner.ranks + len(config.server_names) * rollout.tp
-    check(
-        rollout.tp == 1 or gpus >= wanted or bool(config.rollout.server_url), "placement.rollout.tp", rollout.tp,
-        f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
-        "A server wants tp whole GPUs; on the CPU it starts one rank.",
-    )
-    explain(config, find_hosts(config))

@@ -107,10 +107,8 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
             for name, probe in able.items()
         }, limit_s + CONNECT_TIMEOUT_S * len(able))
         missed += [f"{name} can't reach {others}" for name, others in reached.items() if others]
-        if missed:
-            yield Check("ports", "broken", "; ".join(missed), OPEN_PORTS)
-        else:
-            yield Check("ports", "ok", f"each of {len(able)} nodes reaches the others on a free one")
+        reaching = Check("ports", "ok", f"each of {len(able)} nodes reaches the others on a free one")
+        yield Check("ports", "broken", "; ".join(missed), OPEN_PORTS) if missed else reaching
     finally:
         for probe in probes.values():
             ray.kill(probe)
@@ -119,8 +117,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
 def compare(found: Mapping[str, Any]) -> Iterator[Check]:
     """Check that every node passed its own checks, and that all nodes have the same versions. Yields the results.
 
-    Args:
-        found: by node, the answer of `Probe.examine`, or as text why there is none.
+    `found` has for each node the answer of `Probe.examine`, or as text why there is none.
     """
     known = {name: answer for name, answer in found.items() if not isinstance(answer, str)}
     for name, why in found.items():

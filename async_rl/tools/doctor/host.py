@@ -42,8 +42,7 @@ GPU_TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check, a line of the table. `broken`: a run can't work; `warn`: it works, but with drawbacks.
-    """
+    """The result of one check, a line of the table. `broken`: a run can't work; `warn`: it works with drawbacks."""
 
     what: str
     state: Literal["ok", "warn", "broken"]
@@ -53,11 +52,7 @@ class Check:
 
 
 def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
-    """Check this machine and, if given, a configuration. Yields each result as soon as it is known.
-
-    Args:
-        is_driver: whether this host starts the run. On another one only that is checked which servers need.
-    """
+    """Check this machine and, if given, a configuration, as `check_inputs` does. Yields results as they come."""
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from (check_package(name) for name in ("torch", "transformers", "ray"))
@@ -119,10 +114,9 @@ def check_engine(name: str, entry: EngineEntry, config: Config | None) -> Check:
 
 
 def check_gpu(engines: Collection[EngineEntry]) -> Check:
-    """Check that torch finds the host's GPUs, and that the tools for building SGLang's kernels are installed.
+    """Check that torch finds this host's GPUs, and that there are tools for SGLang's kernels if `engines` needs them.
 
-    Args:
-        engines: the engines that the config uses; empty if no config was given.
+    Without a config `engines` is empty, and missing tools are a warning.
     """
     try:
         import torch

@@ -30,7 +30,8 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
 def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
     """Return the importance weight of each token: rho_t = its proximal / its behaviour probability. [N]
 
-    It has the least variance, but a bias, because it ignores the tokens before it.
+    It has the least variance, but a bias: the tokens before and after it, on which its advantage depends, are still
+    the behaviour policy's.
 
     Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008,
     "Truncated importance sampling".
@@ -39,7 +40,10 @@ def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Te
 
 
 def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the product of rho over the row of each token. It has no bias, but its variance grows with the length. [N]
+    """Return the product of rho over the row of each token. [N]
+
+    It has no bias with an unbiased advantage, no cap, floor or mask, and no clip that acts. Its variance grows with the
+    length.
 
     Source: as for token_weights.
     """

@@ -173,12 +173,15 @@ class Operations:
     def abandon(self, worker: str, incarnation: int) -> int:
         """Fail the running groups of a lost worker, and return their number. Their prompts are granted again.
 
+        The first grant does not wait for a worker that is lost before it has asked for prompts.
+
         Args:
             worker: the worker's name, such as rollout/0.
             incarnation: the number of the start that replaces the lost worker. Requests with a lower number are
                 refused from now on.
         """
         self._incarnations[worker] = incarnation
+        self._seen_workers.add(worker)
         for op in ("admit", "aborts"):
             self._parked.pop((op, worker), None)
         return self.store.abandon(worker)
@@ -247,8 +250,10 @@ class Operations:
                     self._can_start_one_more(worker)
             case "trained":
                 self.store.trained(fields.integer("version", 0))
+                self._parked.pop((LEARNER, ""), None)  # a repeat of the `take` before it, whose answer has arrived
             case "served":
                 self.store.served(fields.integer("version", 0))
+                self._parked.pop((LEARNER, ""), None)  # likewise, of `may_push`
             case "checkpoint":
                 self.store.check_version(fields.integer("version", 0))
                 return buffer_checkpoint(self.store.state)

@@ -32,6 +32,8 @@ STOP_CHECK_S = 0.2
 """The longest sleep of the loop, in seconds. The loop checks `stop` only between sleeps."""
 MESSAGES_A_TURN = 256
 """The most messages that a turn handles before it answers parked requests."""
+LONGEST_TURN_S = 0.5
+"""After this time a turn handles no further message. Clients repeat a request that is not answered for a while."""
 
 
 class BufferServer:
@@ -161,7 +163,10 @@ class BufferServer:
                 self._journal.record_streak(position, streak)
 
     def _receive(self) -> None:
+        end_s = time.monotonic() + LONGEST_TURN_S
         for _ in range(MESSAGES_A_TURN):
+            if time.monotonic() > end_s:
+                return
             try:
                 identity, *frames = receive(self._socket.router, zmq.NOBLOCK)
             except zmq.Again:

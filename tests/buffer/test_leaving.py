@@ -91,6 +91,14 @@ def test_lost_groups_have_ended_in_the_journal_before_the_driver_hears_of_it(tmp
         assert journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'running'").fetchone() == (0,)
 
 
+def test_the_first_slots_do_not_wait_for_a_worker_that_is_lost_before_it_asks() -> None:
+    placement = {"rollout": {"servers": 2}}
+    with serving(buffer_config(1, placement=placement)) as server, learner_at(server):
+        assert with_worker(server.address, admit) == []
+        assert server.abandon("rollout/1", 2) == 0
+        assert len(with_worker(server.address, lambda worker: worker.admit(1))) == 1
+
+
 def test_slots_are_granted_once_as_many_workers_as_the_minimum_have_asked() -> None:
     async def three(address: str) -> list[int]:
         workers = [WorkerClient(address, f"rollout/{index}", TIMEOUTS) for index in range(3)]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -8,9 +9,13 @@ import pytest
 import zmq
 
 from buffer.client import LearnerClient, WorkerClient
+from buffer.operations import Operations, Outgoing
 from buffer.server import BufferServer
+from buffer.staleness import Rules
+from buffer.store import Store
 from buffer.wire import pack_request, read_reply
-from tests.kit.buffer.clients import QUICK, put_all, with_worker
+from tests.kit.buffer.clients import FIRST, QUICK, put_all, put_frames, with_worker
+from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group
 
 pytestmark = pytest.mark.processes  # together they compute for long
@@ -127,3 +132,22 @@ def test_a_client_that_reads_nothing_loses_only_replies_of_its_own(
         deaf.send(repetition)  # it is answered
         assert deaf.poll(10_000)
         assert read_reply([zmq.Frame(deaf.recv())]).ids == [number + 1]
+
+
+def test_a_repeated_take_that_is_read_together_with_trained_is_forgotten() -> None:
+    """The learner repeats a `take`, then gets the first answer. The buffer reads both later requests in one turn."""
+    config = buffer_config(max_staleness=1)
+    operations = Operations(config, Store(Rules.from_config(config)))
+
+    def answers(*messages: list[bytes]) -> list[Outgoing]:
+        for message in messages:
+            operations.handle(b"client", message)
+        return operations.replies(0.0)
+
+    answers([pack_request("served", 1, version=0)])
+    answers([pack_request("admit", 2, worker="rollout/0", incarnation=1, max_groups=4, wait_s=0.0)])
+    answers(*(put_frames(dataclasses.replace(FIRST, group_id=i, prompt_index=i)) for i in range(4)))
+    take = [pack_request("take", 3, version=0, wait_s=0.0)]
+    assert [reply.ids for reply in answers(take)] == [[3]]
+    later = answers(take, [pack_request("trained", 4, version=1)])
+    assert [(reply.ids, reply.error) for reply in later] == [([4], "")]

@@ -36,6 +36,7 @@ def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
     [
         (["checkpoint.every_steps=0"], 100), (["checkpoint.every_steps=200"], 400),
         (["checkpoint.every_steps=50", "buffer.journal_keep_steps=0"], 100),
+        (["checkpoint.every_steps=0", "buffer.journal_keep_steps=0"], 1),  # for the checkpoint of Ctrl-C
         (["checkpoint.every_steps=50", "buffer.journal_keep_steps=300"], 300), (["buffer.journal_keep_steps=-1"], -1),
     ],
 )

@@ -160,10 +160,11 @@ class Config:
         """The number of steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
 
         It is at least 2 * checkpoint.every_steps: a resume needs the groups trained on after its checkpoint. That is
-        the second newest checkpoint if the newest is incomplete because of a crash.
+        the second newest checkpoint if the newest is incomplete because of a crash. It is at least 1, as Ctrl-C writes
+        a checkpoint too.
         """
         kept = self.buffer.journal_keep_steps
-        return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
+        return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps, 1)
 
     @property
     def server_names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.base.config import Config, RunConfig, TimeoutsConfig
+from async_rl.base.config import Config, RunConfig
 from async_rl.base.messages.reports import LearnerReport, ServersFilled, ServersLost, StepDone, TrainingEnded
 from async_rl.base.run_dir.checkpoints import RecentSteps, TrainingState, checkpoint_folder, lineage_of
 from async_rl.base.telemetry.metrics import TIME, Metric, reduce_metrics
@@ -323,7 +323,7 @@ class Learner:
         """Return what this rank does now, whom it waits for, and since when. May be called from any thread."""
         evaluating = self.evaluations.weights
         pushed_to = {"push": self._weights.servers, "eval push": evaluating.servers if evaluating else ()}
-        return rank_status(self.rank, self._timeline.now(), self.config.timeouts, pushed_to, self.requests.waits_on)
+        return rank_status(self.rank, self._timeline.now(), self.config, pushed_to, self.requests.waits_on)
 
     def _checkpoint(self) -> list[Metric]:
         """Start a checkpoint of learner and buffer, and return its metrics once the learner's state is copied."""
@@ -402,17 +402,17 @@ def step_times(spans: Sequence[Span]) -> list[Metric]:
 
 
 def rank_status(
-    rank: int, now: tuple[str, str, float], timeouts: TimeoutsConfig, pushed_to: Mapping[str, Sequence[str]],
+    rank: int, now: tuple[str, str, float], config: Config, pushed_to: Mapping[str, Sequence[str]],
     pause_waits_on: str = "",
 ) -> Status:
     """Return the status of a learner rank: what it does, whom it waits for, and how long it may.
 
     Args:
         now: (state, name of the span, start by time.monotonic()) of the rank's timeline.
-        pushed_to: [name of a push's span] the servers that get the weights.
+        pushed_to: [name of a push's span] the servers that get the weights. Only rank 0 knows them.
         pause_waits_on: what a pause of the learner waits on.
     """
-    state, name, since_s = now
+    (state, name, since_s), timeouts = now, config.timeouts
     others = "buffer" if rank == 0 else "learner/0"
     match state:
         case "eval":
@@ -422,9 +422,11 @@ def rank_status(
             doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
             return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
         case "sync":
-            servers = pushed_to.get(name, pushed_to["push"])  # each may die in a push: it is repeated without that one
-            limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
-            return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
+            servers = pushed_to.get(name, pushed_to["push"])
+            # To join the weight group, and to push. Each server may die in a push, which is repeated without that one.
+            limit_s = 2 * timeouts.push_s * (1 + len(config.server_names))
+            on = ", ".join(servers) if rank == 0 else "learner/0"
+            return Status(doing="pushes weights", waits_on=on, since_s=since_s, limit_s=limit_s)
     if name == PAUSE:
         return Status(doing="is paused", waits_on=pause_waits_on or "learner/0", since_s=since_s)
     return Status(doing=_WORDS.get(state, state), since_s=since_s)

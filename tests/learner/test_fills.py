@@ -16,11 +16,12 @@ from async_rl.base.errors import WeightSyncError
 from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.weights import open_filler, open_publisher
 from async_rl.base.weights.broadcast import BroadcastTransport
+from learner.loop.learner import rank_status
 from learner.loop.pusher import Pusher, open_pushers
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
 from learner.models.tiny_model import character_tokenizer
-from tests.kit.configs import learner_config
+from tests.kit.configs import learner_config, make_config
 from tests.kit.engines.object_receiver import ObjectReceiver
 from tests.kit.engines.serving_process import ServingProcess, checksums
 from tests.kit.learner.batches import make_batch
@@ -272,3 +273,15 @@ def says_it_has_joined() -> Iterator[str]:
     """The URL of a server that accepts whatever it is asked, and does nothing."""
     with answering() as url:
         yield url
+
+
+def test_every_rank_may_push_as_long_as_rank_0_which_alone_knows_the_servers() -> None:
+    config = make_config(
+        placement={"rollout": {"servers": 3}, "eval": {"servers": 1}}, timeouts={"push_s": 100.0},
+        eval={"every_steps": 10},
+    )
+    pushed_to = {"push": ("rollout/0", "rollout/1"), "eval push": ()}
+    first = rank_status(0, ("sync", "push", 0.0), config, pushed_to)
+    other = rank_status(1, ("sync", "push", 0.0), config, {"push": (), "eval push": ()})
+    assert first.limit_s == other.limit_s == 2 * 100 * (1 + 4)  # each of the four may die, each time in 2 push_s
+    assert (first.waits_on, other.waits_on) == ("rollout/0, rollout/1", "learner/0")

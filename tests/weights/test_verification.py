@@ -82,11 +82,15 @@ class ScoringServer:
 DEAD = ScoringServer(None, is_alive=False)
 
 
-def compare(*servers: ScoringServer) -> bool:
+def publisher_of(*servers: ScoringServer) -> WeightPublisher:
     config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
     publisher = publisher_for(config, [url_of(server) for server in servers])
     publisher.lost_within_s = 0.1
-    return publisher.verify([1, 2, 3], [-0.5, -0.5], Tolerance(0.0, 0.0))
+    return publisher
+
+
+def compare(*servers: ScoringServer) -> bool:
+    return publisher_of(*servers).verify([1, 2, 3], [-0.5, -0.5], Tolerance(0.0, 0.0))
 
 
 def test_a_server_that_died_after_the_push_is_left_out_and_the_others_are_compared() -> None:
@@ -99,6 +103,13 @@ def test_a_server_that_died_after_the_push_is_left_out_and_the_others_are_compar
 def test_a_live_server_that_can_not_score_is_an_error() -> None:
     with pytest.raises(WeightSyncError, match="rollout/0"):
         compare(ScoringServer(None))
+
+
+def test_a_live_server_that_can_not_score_differs_where_others_need_not_wait_for_it() -> None:
+    publisher = publisher_of(ScoringServer(None))
+    publisher.outlives_servers = True
+    found = publisher.compare([1, 2, 3], [-0.5, -0.5], Tolerance(0.0, 0.0))
+    assert [name for name, difference in found.items() if difference] == ["rollout/0"]
 
 
 def test_the_rounding_of_bfloat16_alone_takes_at_most_a_third_of_the_tolerance(model_folder: Path) -> None:

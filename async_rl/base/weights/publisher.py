@@ -389,7 +389,7 @@ class WeightPublisher:
         """Compare every server's logprobs of `tokens` with the learner's. Only rank 0 calls this.
 
         Returns {server: how they differ, "" if they agree}. Servers that have died since the push are left to the next
-        push.
+        push. With `outlives_servers` one that can't compute them differs.
 
         Args:
             learner_logprobs: log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
@@ -401,11 +401,14 @@ class WeightPublisher:
         while calls and not scores:
             try:
                 scores = start_together(calls, self.members.limit, VERIFICATION)()
-            except (WeightSyncError, WaitTimeoutError):
+            except (WeightSyncError, WaitTimeoutError) as error:
                 probes = self.members.probes()
                 dead = wait_for_silent({name: probes[name] for name in calls}, self.lost_within_s)
                 if not dead:
-                    raise
+                    if not self.outlives_servers:
+                        raise
+                    late = calls.keys() & {*getattr(error, "names", ())}
+                    return dict.fromkeys(late or calls, str(error))
                 calls = {name: call for name, call in calls.items() if name not in dead}
         return {name: difference(name, served, learner_logprobs, tolerance) for name, served in scores.items()}
 

@@ -230,7 +230,8 @@ def train_once(
         summary = log.summary(counters) | ({INTERRUPTED: True} if signals.requested else {})
         if supervisor.watch:
             supervisor.watch.complete(summary)
-        write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if log.has_begun or not config.run.resume:  # else the resume is undone, and the summary stays as it was
+            write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         if config.checkpoint.push_to_hub and "rolled_back" not in summary:
             from async_rl.base.models_and_data.hub import upload_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -201,7 +202,7 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_ca
     run.tell("rollout-0-answers")
     deaths: list[ProcessKilledError] = []
 
-    def revive(death: ProcessKilledError) -> None:
+    async def revive(death: ProcessKilledError) -> None:
         deaths.append(death)
         if len(deaths) > 1:
             raise death
@@ -223,6 +224,27 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place_as_long_as_one_ca
     wait_until(lambda: not Path(f"/proc/{pids[0]}").exists(), 60, "Ray to kill it")
 
 
+def test_a_run_ends_once_a_buffer_that_died_at_its_end_is_back(start_run: StartRun) -> None:
+    run = start_run()
+    run.tell("rollout-0-answers")
+    deaths: list[ProcessKilledError] = []
+
+    async def revive(death: ProcessKilledError) -> None:
+        deaths.append(death)
+        (run.folder / "buffer-0-dies").unlink()
+        run.tell("learner-0-ends")
+        while "learner/0 ended" not in run.happened():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1)  # meanwhile the driver hears of that end
+        run.processes.start("buffer", Buffer, max_concurrency=4)
+        run.tell("buffer is back")
+
+    thread = tells_when(run, lambda: run.log.version > 3, "buffer-0-dies")
+    run.train(revive)
+    thread.join(5)
+    assert len(deaths) == 1 and (run.folder / "buffer is back").exists()
+
+
 def test_a_learner_that_waits_beyond_its_limit_ends_the_run(start_run: StartRun) -> None:
     run = start_run()
     run.tell("rollout-0-answers")
@@ -239,7 +261,7 @@ def test_a_learner_that_waits_beyond_its_limit_ends_the_run(start_run: StartRun)
 
 
 def test_a_server_on_a_shared_gpu_starts_in_its_turn_and_must_get_weights(start_run: StartRun) -> None:
-    run = start_run(colocated=True, batch_s=2, silent_s=4)
+    run = start_run(colocated=True, batch_s=10, silent_s=10)
     run.tell("rollout-0-answers")
     drop = tells_when(run, lambda: run.log.version > 3, "learner-0-drops a server")
 

@@ -32,7 +32,7 @@ from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import Origin, learner_threads
 from async_rl.run.processes.reservation import Reservation
 from async_rl.run.processes.signals import StopSignals
-from async_rl.run.processes.supervisor import Supervisor, UntilUp
+from async_rl.run.processes.supervisor import ReviveBuffer, Supervisor, UntilUp
 from tests.kit.configs import make_config
 
 STEPS = 1000
@@ -155,6 +155,7 @@ class Learner(FakeProcess):
             if step == 3:
                 yield EvaluationDue(version=step)
             if self.told("ends"):
+                self.note(f"learner/{self._index} ended")
                 return
 
     @ray.method(concurrency_group="control")
@@ -248,11 +249,9 @@ class FakeRun:
     def has_noted(self, text: str) -> bool:
         return any(text in note for note in self.notes)
 
-    def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> None:
-        async def revive_buffer(death: ProcessKilledError) -> None:
-            if revive is None:
-                raise death
-            revive(death)
+    def train(self, revive: ReviveBuffer | None = None) -> None:
+        async def give_up(death: ProcessKilledError) -> None:
+            raise death
 
         async def start_learner(until_up: UntilUp) -> None:
             await until_up()
@@ -261,7 +260,7 @@ class FakeRun:
                 starting: Any = self.processes.actors[name].start.remote(("h", 1), "tcp://buffer")
                 await self.processes.call(name, starting, limit, "the start")
 
-        self.supervisor.train("tcp://buffer", revive_buffer, start_learner, self.processes.signals)
+        self.supervisor.train("tcp://buffer", revive or give_up, start_learner, self.processes.signals)
 
 
 def stop(actor: Any) -> int:
@@ -272,15 +271,15 @@ def stop(actor: Any) -> int:
 
 
 def ends_when(run: FakeRun, condition: Callable[[], bool]) -> threading.Thread:
-    """Have the learner end as soon as `condition` holds, or after a minute."""
+    """Have the learner end as soon as `condition` holds, or after four minutes."""
     return tells_when(run, condition, "learner-0-ends")
 
 
 def tells_when(run: FakeRun, condition: Callable[[], bool], *what: str) -> threading.Thread:
-    """Tell the processes `what` as soon as `condition` holds, or after a minute."""
+    """Tell the processes `what` as soon as `condition` holds, or after four minutes."""
 
     def wait() -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while not condition() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         run.tell(*what)

@@ -203,6 +203,8 @@ class RolloutActor:
         self._begin("starts its engine")
         self._engine = await asyncio.to_thread(self._open_engine)  # a thread: a slow disk may take longer than silent_s
         await self._engine.start()
+        self._doing, self._since_s = "has started its engine", time.monotonic()
+        self._limit_s = 0.0  # the driver limits the waits that follow
         return self._engine.url
 
     def _open_engine(self) -> Engine:

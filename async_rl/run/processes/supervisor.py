@@ -141,6 +141,8 @@ class Supervisor:
                 limit, what = self._config.timeouts.limit("startup_s"), "the rollout servers' last reports"
                 await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
                 await self._evaluations.wait()
+                # A buffer that is being revived is not ready to be closed.
+                await self._changed.wait_until(lambda: self._buffer is not None, self._revival_limit, "another buffer")
                 for task in (*background, *self._pool.tasks):
                     task.cancel()
 
@@ -224,17 +226,19 @@ class Supervisor:
         Raises:
             AsyncRLError: no buffer answered in time.
         """
-        timeouts = self._config.timeouts
-        restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
         while True:
-            await self._changed.wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
+            await self._changed.wait_until(lambda: self._buffer is not None, self._revival_limit, "another buffer")
             buffer: Any = self._buffer
-            limit, what = timeouts.limit("buffer_s"), f"an answer about the groups of {name}"
+            limit, what = self._config.timeouts.limit("buffer_s"), f"an answer about the groups of {name}"
             try:
                 return int(await self._processes.call("buffer", ask(buffer), limit, what))
             except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
                 if self._buffer is buffer:
                     self._buffer = None
+
+    @property
+    def _revival_limit(self) -> Limit:
+        return Limit(2 * self._config.timeouts.startup_s, "twice timeouts.startup_s")
 
     async def _keep_buffer(self, revive_buffer: ReviveBuffer) -> None:
         """Run the buffer, and start a new one from the journal whenever its process is killed.

@@ -315,7 +315,7 @@ class BufferConfig:
     """Keep all groups in run_dir/trajectories.sqlite, so that the run survives a crash of the buffer's process."""
     journal_keep_steps: Annotated[int, Field(ge=-1)] = 100
     """Steps for which the journal keeps the tokens of a trained or dropped group; -1: for ever. It is at least
-    2 * checkpoint.every_steps, because a resume needs them. Rewards, lengths and versions are always kept."""
+    2 * checkpoint.every_steps and 1, because a resume needs them. Rewards, lengths and versions are always kept."""
 
 
 @section("eval")

@@ -118,6 +118,20 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
 
 
 @pytest.mark.nightly
+def test_a_resume_that_ends_before_its_first_step_leaves_the_summary_of_its_run(
+    smoke_yaml: Path, tmp_path: Path, start: Start
+) -> None:
+    run(load_config(smoke_yaml, options(tmp_path, "whole", 1)))
+    run_dir = tmp_path / "whole"
+    summary = (run_dir / "summary.json").read_text()
+    command = start("train", "--resume", str(run_dir), "run.steps=2", "learner.prompts_per_step=10000")
+    wait_until(lambda: "waits for a batch" in (run_dir / "status.json").read_text(), 240, "the learner's wait")
+    command.interrupt()
+    assert command.wait(240) == 130, command.log.read_text()[-2000:]
+    assert (run_dir / "summary.json").read_text() == summary
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_after_ctrl_c_sigterm_and_the_death_of_its_driver(
     smoke_yaml: Path, tmp_path: Path, start: Start

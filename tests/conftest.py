@@ -26,6 +26,8 @@ pytest.register_assert_rewrite("tests.kit")  # before its first import: its asse
 # Transformers reads these at its import. They keep its bars and tables of loaded weights out of the tests' output.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Ray's default, 15, would starve the actors of tests on a host with other work. A run sets it too.
+os.environ.setdefault("RAY_worker_niceness", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("repeatable", derandomize=True)  # new examples are for `make nightly`

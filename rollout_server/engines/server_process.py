@@ -82,13 +82,12 @@ class ServerProcess:
         is_ready: (base URL) -> whether the server that listens there is ours and ready. It may block.
         hints: pairs of words to look for in the log and the advice to give. The first match is used.
         shared_files: name patterns of files in shared memory that the server leaves behind when it is killed.
-        port: the port that it listens on; 0: a free one.
     """
 
     def __init__(
         self, name: str, log_file: Path, config: Config, *, command: Callable[[int], Sequence[str]],
         environment: Mapping[str, str], is_ready: Callable[[str], bool], hints: Sequence[tuple[str, str]],
-        shared_files: Sequence[str] = (), port: int = 0,
+        shared_files: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.url = ""
@@ -99,7 +98,6 @@ class ServerProcess:
         self._is_ready = is_ready
         self._hints = hints
         self._shared_files = shared_files
-        self._port = port
         self.process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
@@ -113,7 +111,7 @@ class ServerProcess:
         await asyncio.to_thread(sweep)
         host = self._config.network.host
         for attempt in range(1, _START_ATTEMPTS + 1):
-            port = self._port or free_port(host, self._config.network.port_range)
+            port = free_port(host, self._config.network.port_range)
             self.url = f"http://{host}:{port}"
             self.process = self._spawn(self.command(port))
             try:

@@ -58,6 +58,8 @@ _PASSING = (408, 425, 429)
 _HOPELESS = (401, 403, 404, 405)
 """The HTTP statuses after which no request can succeed."""
 _REASON = {"reason": {"type": "string"}}
+_moved: dict[tuple[str, ...], tuple[str, ...]] = {}
+"""[judge.urls with which this worker was connected] where these judge servers are now, in the same order."""
 
 
 @section("task.rewards.params")
@@ -144,8 +146,8 @@ class JudgeClient:
         self._places = asyncio.Semaphore(config.judge.concurrency)
         self._models: dict[str, str] = {}
         """For each address of a judge: the first model that it lists."""
-        self._open = Counter(dict.fromkeys(config.judge.urls, 0))
-        """For each address of a judge: the number of requests that it has not answered yet."""
+        self._open = Counter(dict.fromkeys(range(len(config.judge.urls)), 0))
+        """For each index in judge.urls: the number of requests that this judge has not answered yet."""
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
         """Send a chat completion with this body, and return the reply.
@@ -155,7 +157,7 @@ class JudgeClient:
         """
         patience_s, clock = self._judge.patience_s, asyncio.get_running_loop().time
         deadline_s: float | None = None
-        problem, failed, pause_s, has_forgotten = "", "", FIRST_PAUSE_S, False
+        problem, failed, pause_s, has_forgotten = "", -1, FIRST_PAUSE_S, False
         counts = {"requests": 0.0, "retries": 0.0, "limited_s": 0.0}
         while deadline_s is None or clock() < deadline_s:
             wanted_s = 0.0
@@ -163,10 +165,11 @@ class JudgeClient:
                 async with asyncio.timeout_at(deadline_s) as patience:
                     counts["limited_s"] += await self._wait_for_rate()
                     async with self._places:
-                        url = min(set(self._open) - {failed} or self._open, key=self._open.__getitem__)
+                        judge = min(set(self._open) - {failed} or self._open, key=self._open.__getitem__)
+                        url = _moved.get(self._judge.urls, self._judge.urls)[judge]
                         counts |= {"retries": counts["requests"], "requests": counts["requests"] + 1}
                         async with asyncio.timeout(self._judge.timeout_s):
-                            answered = await self._post(url, body)
+                            answered = await self._post(judge, url, body)
                 return _read(answered, counts)
             except TimeoutError:
                 if patience.expired():
@@ -183,7 +186,7 @@ class JudgeClient:
                     return JudgeReply(reason=f"the judge refused the request: {problem}", counts=counts)
             except (aiohttp.ClientError, OSError, ValueError) as error:  # a ValueError: no JSON, as a gateway's page
                 problem = f"{type(error).__name__}: {error}"
-            problem, failed = f"{url}: {problem}", url
+            problem, failed = f"{url}: {problem}", judge
             deadline_s = deadline_s or clock() + patience_s
             pause = max(wanted_s, pause_s * random.uniform(0.5, 1.5))
             await asyncio.sleep(min(pause, max(0.0, deadline_s - clock())))
@@ -200,14 +203,14 @@ class JudgeClient:
         await self._rate.acquire()
         return clock() - began_s
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
+    async def _post(self, judge: int, url: str, body: Mapping[str, Any]) -> Any:
         """Send one chat completion to an endpoint, and return the JSON of its reply."""
-        self._open[url] += 1
+        self._open[judge] += 1
         try:
             model = self._judge.model or self._models.get(url) or await self._first_model(url)
             return await self._send("POST", f"{url.rstrip('/')}/chat/completions", {"model": model, **body})
         finally:
-            self._open[url] -= 1
+            self._open[judge] -= 1
 
     async def _first_model(self, url: str) -> str:
         listed = await self._send("GET", f"{url.rstrip('/')}/models")
@@ -223,6 +226,16 @@ class JudgeClient:
             if response.status >= 400:
                 raise _RefusedError(response.status, text, response.headers.get("Retry-After", "0"))
             return json.loads(text)
+
+
+def move_judges(urls: Sequence[str], to: Sequence[str]) -> None:
+    """Make the clients of this worker send their requests elsewhere: a judge server was started again.
+
+    Args:
+        urls: judge.urls, with which the worker was connected.
+        to: the URLs of the same servers now, in the same order.
+    """
+    _moved[tuple(urls)] = tuple(to)
 
 
 @asynccontextmanager

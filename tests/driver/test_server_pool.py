@@ -44,6 +44,17 @@ async def test_the_learner_starts_with_the_fewest_servers_and_all_evaluation_ser
     run.log.close()
 
 
+async def test_all_workers_hear_where_a_judge_server_was_started_again(open_run: OpenRun) -> None:
+    run = open_run(2, evals=1, judges=2)
+    async with run.going_on():
+        await run.until(lambda: all(run.state(name) == "serving" for name in run.pool.servers))
+        assert run.judge_urls == {}
+        run.die("judge/1")
+        await run.until(lambda: run.starts["judge/1"] == 2 and run.state("judge/1") == "serving")
+    urls = ["http://judge/0/1", "http://judge/1/2"]  # of the first start of judge/0, of the second of judge/1
+    assert run.judge_urls == {"rollout/0": urls, "rollout/1": urls, "eval/0": urls}
+
+
 @pytest.mark.parametrize(("one_by_one", "most"), [(True, 1), (False, 2)])
 async def test_servers_of_one_gpu_start_one_after_the_other(one_by_one: bool, most: int, open_run: OpenRun) -> None:
     run = open_run(2, one_by_one=one_by_one)

@@ -74,7 +74,12 @@ class Actor:
                 return await self._start()
             return 1000 if name in ("kv_tokens", "gpu_bytes") else None
 
-        return SimpleNamespace(remote=lambda *_: asyncio.ensure_future(answer()))
+        def remote(*arguments: Any) -> Any:
+            if name == "judges_at":
+                self._run.judge_urls[self._name] = arguments[0]
+            return asyncio.ensure_future(answer())
+
+        return SimpleNamespace(remote=remote)
 
     async def _start(self) -> str:
         self._run.starting.append(self._name)
@@ -85,7 +90,7 @@ class Actor:
             await asyncio.sleep(0.01)
         if (errors := self._run.failures.get(self._name)) and (error := errors.pop(0)):
             raise error
-        return self._url or f"http://{self._name}"
+        return self._url or f"http://{self._name}/{self._run.starts[self._name]}"
 
 
 class FakeServers:
@@ -95,14 +100,15 @@ class FakeServers:
 
     def __init__(
         self, folder: Path, servers: int | dict[str, int], urls: Sequence[str] = (), leave_s: float = 30.0,
-        max_restarts: int = 1, evals: int = 0, one_by_one: bool = False, **timeouts: float,
+        max_restarts: int = 1, evals: int = 0, judges: int = 0, one_by_one: bool = False, **timeouts: float,
     ) -> None:
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"}, rollout={"server_urls": list(urls)},
             placement={
                 "rollout": {"servers": servers, "leave_s": leave_s, "max_restarts": max_restarts},
-                "eval": {"servers": evals},
+                "eval": {"servers": evals}, "judge": {"servers": judges},
             },
+            judge={"path": "judge" if judges else ""},
             eval={"every_steps": 1}, timeouts={"pause_s": 60, **timeouts},
         )
         self.config.run_dir.mkdir()
@@ -126,6 +132,8 @@ class FakeServers:
         """The most servers that have started at the same time."""
         self.asked: list[tuple[str, str, int]] = []
         """What the buffer was asked."""
+        self.judge_urls: dict[str, list[str]] = {}
+        """[worker] where it was told that the judge servers are, after its connection."""
         self.released: list[str] = []
         lives, changed = Lives(), Change()
         self.watchdog = Watchdog(self.config, self)  # type: ignore[arg-type]

@@ -65,8 +65,8 @@ class EngineEntry:
     """The default Python of the engine's servers, if `packages` need a separate environment. The path is relative
     to the project's folder."""
     open_chat: Code | None = None
-    """(config, name, file for its log, port or 0 for a free one) -> a `ServerProcess` for judge.path, not started
-    yet, that answers chats in OpenAI's protocol below /v1. None: the engine's servers don't support that."""
+    """(config, name, file for its log) -> a `ServerProcess` for judge.path, not started yet, that answers chats in
+    OpenAI's protocol below /v1. None: the engine's servers don't support that."""
     settings: Code | None = None
     """A class with the decorator `section("rollout.params")` of async_rl.base.config.section. Its fields are
     settings under rollout.params, and `config.rollout.settings` is an instance of it. None: no settings."""

@@ -247,6 +247,13 @@ class RolloutActor:
         rewards, gold = (each(self._config, self._task) for each in (open_rewards, open_gold_reward))
         return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer, gold)
 
+    async def judges_at(self, urls: Sequence[str]) -> None:
+        """Ask the judge servers at these URLs from now on: one of them was started again elsewhere."""
+        if self._config.judge.urls:  # else `connect` brings these URLs or newer ones
+            from rollout_server.rewards.judge import move_judges
+
+            move_judges(self._config.judge.urls, urls)
+
     async def gpu_bytes(self) -> int:
         return await asyncio.to_thread(checked_gpu_bytes)  # a thread: it may import torch
 

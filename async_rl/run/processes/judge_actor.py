@@ -20,15 +20,13 @@ class JudgeActor:
 
     Args:
         index: the index of the server in `config.judge_names`.
-        port: the port of the server that this one replaces, which the workers know; 0: it replaces none.
     """
 
-    def __init__(self, origin: Origin, index: int, port: int = 0) -> None:
+    def __init__(self, origin: Origin, index: int) -> None:
         self._origin, self._name = origin, origin.config.judge_names[index]
         self._log_name = self._name.replace("/", "-")
         self._config = enter(origin, self._name)
         pin_cpus(origin.config, len(origin.config.server_names) + index)
-        self._port = port
         self._doing, self._since_s = "starts its server", time.monotonic()
 
     async def find_files(self) -> None:
@@ -44,7 +42,7 @@ class JudgeActor:
         config = located(self._config, ["judge.path"])
         log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
         open_chat = config.judge.engine_entry.load_chat()
-        self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)
+        self._server = await asyncio.to_thread(open_chat, config, self._name, log_file)
         await self._server.start()
         self._doing, self._since_s = f"judges, as {config.judge.path}", time.monotonic()
         return f"{self._server.url}/v1"

@@ -29,7 +29,6 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-from urllib.parse import urlsplit
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError, WeightSyncError
@@ -367,7 +366,7 @@ class ServerPool:
         return Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
 
     async def _start(self, server: Server) -> None:
-        """Start the process and the engine of a server on its host. A judge server keeps its address.
+        """Start the process and the engine of a server on its host. Workers hear of a judge server's new URL.
 
         Raises:
             LostError: the server failed.
@@ -377,8 +376,7 @@ class ServerPool:
             if server.kind == "judge":
                 from async_rl.run.processes.judge_actor import JudgeActor
 
-                index, port = self._config.judge_names.index(name), urlsplit(server.url).port or 0
-                actor: Any = self._processes.start(name, JudgeActor, index, port)
+                actor: Any = self._processes.start(name, JudgeActor, self._config.judge_names.index(name))
             else:
                 index = self._config.server_names.index(name)
                 actor = self._processes.start(name, server_class(name), index, server.attached_url)
@@ -387,7 +385,12 @@ class ServerPool:
                 await self._call(name, actor.find_files.remote(), timeouts.limit("batch_s"), "the models of its host")
                 if server.kind != "judge" and not server.attached_url:
                     await self._check_memory(name, actor)
+            has_url = bool(server.url)
             server.url = await self._call(name, actor.start.remote(), timeouts.limit("startup_s"), "the start")
+            if server.kind == "judge" and has_url:
+                for worker in self._config.server_names:
+                    if worker in self._processes.actors:
+                        self._processes.actors[worker].judges_at.remote(self._judge_urls)
 
     async def _check_memory(self, name: str, actor: Any) -> None:
         """Check that the GPU of a server on a cluster has room for its weights.
@@ -411,14 +414,18 @@ class ServerPool:
             LostError: the server failed.
             WaitTimeoutError: the judge's servers did not start in time.
         """
-        judges = [self.servers[name] for name in self._config.judge_names]
         limit = self._config.timeouts.limit("startup_s")
-        await self._changed.wait_until(lambda: all(judge.url for judge in judges), limit, "the judge's servers")
+        await self._changed.wait_until(lambda: all(self._judge_urls), limit, "the judge's servers")
         actor: Any = self._processes.actors[server.name]
         connecting = actor.connect.remote(
-            self._buffer_address, [judge.url for judge in judges], self._processes.starts[server.name]
+            self._buffer_address, self._judge_urls, self._processes.starts[server.name]
         )
         await self._call(server.name, connecting, limit, "connecting")
+
+    @property
+    def _judge_urls(self) -> list[str]:
+        """The URLs of all judge servers, or their last ones; empty before the first start of a server."""
+        return [self.servers[name].url for name in self._config.judge_names]
 
     async def _filled(self, server: Server) -> int:
         """Wait until a server has the learner's weights, and return their version.

@@ -280,9 +280,8 @@ def cuda_runtime_folders() -> list[str]:
     return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
-def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port: int = 0) -> ServerProcess:
-    """Return a `ServerProcess` for an SGLang server with these flags, not started yet. Port 0 stands for a free port.
-    """
+def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> ServerProcess:
+    """Return a `ServerProcess` for an SGLang server with these flags, not started yet."""
     identity = f"async-rl-{uuid.uuid4().hex}"
     words = command_line(flags | {"served-model-name": identity})
 
@@ -298,7 +297,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
         return False
 
     return ServerProcess(
-        name, log_file, config, port=port, is_ready=is_ready, hints=HINTS,
+        name, log_file, config, is_ready=is_ready, hints=HINTS,
         environment=server_environment(config, flags),
         command=lambda port: [
             sys.executable, "-m", "rollout_server.engines.sglang.launch", *words,
@@ -322,16 +321,12 @@ def _own_rendezvous(config: Config, flags: Flags, port: int) -> Flags:
     return {"nccl-port": free_port(config.network.host, others)}
 
 
-def open_chat_server(config: Config, name: str, log_file: Path, port: int = 0) -> ServerProcess:
-    """Return a `ServerProcess` that serves the judge's model (judge.path), not started yet.
-
-    Args:
-        port: the port to listen on, when a server that ended is replaced; 0: a free one.
-    """
+def open_chat_server(config: Config, name: str, log_file: Path) -> ServerProcess:
+    """Return a `ServerProcess` that serves the judge's model (judge.path), not started yet."""
     import torch
 
     flags = chat_server_flags(config, on_gpu=torch.cuda.is_available())
-    return sglang_process(f"SGLang server {name}", flags, log_file, config, port)
+    return sglang_process(f"SGLang server {name}", flags, log_file, config)
 
 
 def die_with_parent() -> None:

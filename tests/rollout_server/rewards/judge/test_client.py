@@ -11,7 +11,7 @@ from aiohttp import web
 from async_rl.base.config import RolloutPlacement
 from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.rewards import judge
-from rollout_server.rewards.judge import share_of_rate
+from rollout_server.rewards.judge import move_judges, share_of_rate
 from tests.kit.configs import changed
 from tests.kit.judges import Answer, FakeJudge, in_turn, judged_by, score, verdicts, verdicts_and_counts
 from tests.kit.rewards import of
@@ -164,6 +164,25 @@ def test_requests_are_shared_between_endpoints_and_a_dead_one_is_left_out() -> N
             assert len(one.asked) == len(other.asked) == 10
             found = await verdicts(judged_by(first, urls=(first, "http://127.0.0.1:9/v1")), *map(str, range(20)))
             assert [verdict.reward for verdict in found] == [0.7] * 20
+
+    asyncio.run(ask())
+
+
+def test_a_judge_that_was_started_again_elsewhere_is_asked_there() -> None:
+    """A request that waits for the judge at its old place gets its verdict too."""
+
+    async def ask() -> None:
+        fake = FakeJudge(lambda body: score(7))
+        async with fake.serve() as before:
+            pass
+        async with fake.serve() as now:
+            config = changed(judged_by(before, patience_s=30), judge={"urls": (before, "http://127.0.0.1:9/v1")})
+            waiting = asyncio.create_task(verdicts(config, "x"))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            move_judges(config.judge.urls, [now, "http://127.0.0.1:9/v1"])
+            assert [verdict.reward for verdict in await waiting] == [0.7]
+            assert [verdict.reward for verdict in await verdicts(config, "y")] == [0.7]
 
     asyncio.run(ask())
 

@@ -84,6 +84,17 @@ def test_a_clear_fall_counts_only_if_half_of_the_gain_is_lost() -> None:
         assert bool(found) == is_fall, mean
 
 
+@pytest.mark.parametrize(("deviation", "is_fall"), [(0.50, True), (0.70, False)])
+def test_without_a_gain_a_fall_counts_beyond_a_quarter_of_a_deviation(
+    deviation: float, is_fall: bool
+) -> None:
+    """Down by .15: more than .50 / 4 = .125, less than .70 / 4 = .175. Thousands of answers have little noise."""
+    many = {"batch/episodes": 1e5}
+    levels = [0.35] * 20 + [0.20] * 10
+    steps = [step(reward_mean=level, reward_std=deviation) | many for level in levels]
+    assert bool(run(watcher("reward"), steps)) == is_fall
+
+
 def test_of_equally_good_versions_the_newest_is_gone_back_to() -> None:
     at_best = [step(reward_mean=1.0, reward_std=0.0)] * 30
     (found,) = run(watcher("reward"), [*noisy([0.2] * 30), *at_best, *[step(reward_mean=0.0)] * 3])

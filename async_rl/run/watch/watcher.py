@@ -199,7 +199,7 @@ class Watcher:
 
         `noise` is the standard deviation of a batch mean, from differences of successive steps. `chance` is how far the
         best of so many windows is above the true mean if nothing changes. A fall counts only if it exceeds half of the
-        gain, and half of the standard deviation of single rewards at the start; else the value is 0.
+        gain, and a quarter of the standard deviation of single rewards at the start; else the value is 0.
 
         Args:
             newest: the mean rewards of the newest steps.

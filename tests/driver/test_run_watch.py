@@ -45,6 +45,7 @@ class Run:
         )  # fmt: skip
         self.run_dir = self.config.run_dir
         self.log = RunLog(self.config)
+        self.is_closed = False
         self.learner = Calls()
         self.processes: Any = SimpleNamespace(
             actors={"learner/0": self.learner}, place=None, reservation=SimpleNamespace(host_of=lambda name: "h"),
@@ -78,6 +79,11 @@ class Run:
         metrics = tuple(Metric(key, value) for key, value in found.items())
         self.log.add_eval(EvaluationDone(version=version, metrics=metrics))
 
+    def close(self) -> None:
+        if not self.is_closed:
+            self.log.close()
+        self.is_closed = True
+
     def kinds(self) -> list[str]:
         return [event.kind for event in read_events(self.run_dir)]
 
@@ -100,7 +106,7 @@ def troubled(folder: Path, action: str, **more: Any) -> Run:
 @contextmanager
 def next_life(first: Run, version: int | None = None, steps: int = 100) -> Iterator[Run]:
     """The run resumed in its directory, from its newest checkpoint or from that of `version`."""
-    first.log.close()
+    first.close()
     if version is not None and version not in list_checkpoints(first.run_dir):
         first.checkpoint(version)
     resume = str(first.run_dir if version is None else checkpoint_folder(first.run_dir, version))
@@ -108,7 +114,7 @@ def next_life(first: Run, version: int | None = None, steps: int = 100) -> Itera
         again = Run(first.run_dir.parent, config.run.resume, steps, action=config.watch.action)
         again.watch.begin()
         yield again
-        again.log.close()
+        again.close()
 
 
 def end(run: Run, reason: str, is_stop: bool = False) -> None:
@@ -225,6 +231,25 @@ def test_a_resumed_run_pauses_again_until_it_is_answered(tmp_path: Path) -> None
         answer_pause(first.run_dir, "go-on")
         again.watch.look()
         assert again.learner.made == ["pause", "go_on"] and again.kinds() == ["pause", "go-on"]
+
+
+def test_a_stop_that_is_killed_is_completed_by_the_next_resume(tmp_path: Path, exported: list[Path]) -> None:
+    first = troubled(tmp_path, "stop")
+    with next_life(first) as again:
+        assert again.learner.made == ["stop"] and "version 5" in again.log.end_reason
+        again.watch.complete({})
+        assert exported == [checkpoint_folder(first.run_dir, 5)]
+    with next_life(first) as later:
+        later.step(BAD + 1)
+        assert later.learner.made == [], "who resumes a run that has stopped wants it to go on"
+
+
+def test_a_resume_from_before_a_stop_goes_on(tmp_path: Path) -> None:
+    first = troubled(tmp_path, "stop")
+    with next_life(first, 5) as again:
+        again.step(6)
+    with next_life(first) as later:
+        assert again.learner.made == later.learner.made == []
 
 
 GOLD = (0.0, 1.0, 2.0, 1.0, 0.0)

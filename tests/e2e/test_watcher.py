@@ -99,7 +99,8 @@ def test_a_paused_run_goes_on_goes_back_or_ends_when_a_person_says_so(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (run_dir / "model" / "config.json").is_file()
     if answer == "stop":
-        assert not more and summary["model_version"] == act.back_to and summary["resumes"] == 0
+        assert [event.kind for event in more] == ["ended"]
+        assert summary["model_version"] == act.back_to and summary["resumes"] == 0
         assert summary["steps"] < 40
     elif answer == "go-on":
         assert not more and (summary["steps"], summary["resumes"]) == (40, 0)

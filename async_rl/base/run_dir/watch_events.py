@@ -30,8 +30,8 @@ class WatchEvent:
     """An action of the watcher, or a person's answer to a pause."""
 
     kind: Kind
-    """resumed: the run has made a step or ended, after a rollback or from before a pause. ended: the pause came
-    after the last step."""
+    """resumed: the run has made a step or ended, after a rollback or from before a pause or stop. ended: the pause came
+    after the last step, or the run has stopped and its model is exported."""
     version: int
     back_to: int
     """The last version before the trouble. For a rollback or a stop: the version of the checkpoint that is used."""

@@ -31,20 +31,23 @@ class RunWatch:
         self._config, self._run_dir = config, config.run_dir
         self._processes, self._log, self._watchdog = processes, log, watchdog
         self._gone_back: WatchEvent | None = None
-        """The rollback, or the pause from before which the run was resumed, until the run has made a step."""
+        """The rollback, or the pause or stop from before which the run was resumed, until the run has made a step."""
         self._pause: WatchEvent | None = None
         self._paused_s = 0.0
         self._ended_by: WatchEvent | None = None
 
     def begin(self) -> None:
-        """Pause again if the run ended during a pause, unless run.resume names a checkpoint before that pause."""
-        if (event := newest_event(self._run_dir, "pause", "rollback")) is None:
+        """Pause or stop again if the run was killed meanwhile, unless run.resume names a checkpoint before that event.
+        """
+        if (event := newest_event(self._run_dir, "pause", "rollback", "stop")) is None:
             return
         goes_around = event.version > self._log.version and resumes_named_checkpoint(self._run_dir)
-        if event.kind == "pause" and not goes_around:
+        if event.kind == "rollback" or goes_around:
+            self._gone_back = event
+        elif event.kind == "pause":
             self._stand(event)
         else:
-            self._gone_back = event
+            self._stop(event)
 
     def act(self, *, at_end: bool = False) -> None:
         """Act on the first trouble found since the last call.
@@ -172,3 +175,4 @@ class RunWatch:
         if (version := checkpoint_before(self._run_dir, event.back_to)) is not None:
             export(checkpoint_folder(self._run_dir, version), self._run_dir / "model")
             summary["model_version"] = version
+        self._record(event, "ended")

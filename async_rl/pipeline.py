@@ -204,7 +204,7 @@ def train_once(
         origin = Origin(os.getcwd(), loaded, decided, client_keys_to_send(config, keys))
         processes = ActorGroup(run_dir, reservation, signals, origin)
         shares_gpu = servers_per_gpu(reservation.parts) > 1  # servers start one after the other then
-        supervisor = Supervisor(config, processes, log, one_by_one=shares_gpu)
+        supervisor = Supervisor(config, processes, log, control.servers, one_by_one=shares_gpu)
         try:
             buffer_address, master = start_processes(config, processes, log, reservation)
             revive = partial(revive_buffer, config, processes, log, buffer_address)

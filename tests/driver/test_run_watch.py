@@ -50,7 +50,7 @@ class Run:
         self.processes: Any = SimpleNamespace(
             actors={"learner/0": self.learner}, place=None, reservation=SimpleNamespace(host_of=lambda name: "h"),
         )
-        supervisor = Supervisor(self.config, self.processes, self.log)
+        supervisor = Supervisor(self.config, self.processes, self.log, {})
         self.act, self.watchdog = supervisor.act, supervisor.watchdog
         self.watch: Any = supervisor.watch
 

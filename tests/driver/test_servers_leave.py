@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.base.errors import ProcessKilledError
 from async_rl.base.messages.reports import ServersLost
+from async_rl.base.run_dir.run_dir import locked
 from async_rl.run.processes import server_pool
 from tests.kit.fake_servers import GONE, FakeServers
 
@@ -129,6 +130,31 @@ async def test_a_running_server_joins_at_its_url_and_none_is_started(open_run: O
     assert [server.place for server in run.pool.statuses()] == [
         "http://10.0.0.4:3", "http://10.0.0.2:3", "http://10.0.0.3:3",
     ]
+
+
+async def test_a_rollback_keeps_what_a_person_has_asked_for_and_a_new_start_does_not(open_run: OpenRun) -> None:
+    wanted: dict[str, str] = {}
+    run = open_run({"min": 1, "max": 4}, urls=URLS, wanted=wanted)
+    async with run.going_on():
+        run.ask("remove", name="rollout/0")
+        run.ask("add", url="http://10.0.0.3:3")
+        await run.until(lambda: run.serving() == ["rollout/1", "rollout/2"])
+    with locked(run.config.run_dir):
+        run.ask("add", url="http://10.0.0.4:3")  # between two lives of the run
+    back = open_run({"min": 1, "max": 4}, urls=URLS, wanted=wanted)
+    async with back.going_on():
+        await back.until(lambda: len(back.serving()) == 3)
+        assert back.released == ["rollout/0"], "its resources of the start are for others"
+        assert {server.place for server in back.pool.statuses() if server.state == "serving"} == {
+            URLS[1], "http://10.0.0.3:3", "http://10.0.0.4:3",
+        }
+    with locked(run.config.run_dir):
+        run.ask("remove", name="rollout/0")
+    resumed = open_run({"min": 1, "max": 4}, urls=URLS)
+    async with resumed.going_on():
+        await resumed.until(lambda: len(resumed.serving()) == 2)
+        await resumed.looks()
+        assert resumed.serving() == ["rollout/0", "rollout/1"] and not resumed.has_noted("leaves")
 
 
 @pytest.mark.parametrize("dies", [False, True])

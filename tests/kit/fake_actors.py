@@ -230,7 +230,7 @@ class FakeRun:
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=240)
         self.notes: list[str] = []
         self.log.logger.note = lambda text: self.notes.append(text)  # type: ignore[method-assign]
-        self.supervisor = Supervisor(self.config, self.processes, self.log)
+        self.supervisor = Supervisor(self.config, self.processes, self.log, {})
 
     def tell(self, *what: str) -> None:
         for each in what:

@@ -100,7 +100,8 @@ class FakeServers:
 
     def __init__(
         self, folder: Path, servers: int | dict[str, int], urls: Sequence[str] = (), leave_s: float = 30.0,
-        max_restarts: int = 1, evals: int = 0, judges: int = 0, one_by_one: bool = False, **timeouts: float,
+        max_restarts: int = 1, evals: int = 0, judges: int = 0, one_by_one: bool = False,
+        wanted: dict[str, str] | None = None, **timeouts: float,
     ) -> None:
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"}, rollout={"server_urls": list(urls)},
@@ -111,7 +112,7 @@ class FakeServers:
             judge={"path": "judge" if judges else ""},
             eval={"every_steps": 1}, timeouts={"pause_s": 60, **timeouts},
         )
-        self.config.run_dir.mkdir()
+        self.config.run_dir.mkdir(exist_ok=True)
         self.log = RunLog(self.config)
         self.notes: list[str] = []
         self.log.logger.note = lambda text: self.notes.append(text)  # type: ignore[method-assign]
@@ -139,7 +140,7 @@ class FakeServers:
         self.watchdog = Watchdog(self.config, self)  # type: ignore[arg-type]
         self.pool = ServerPool(
             self.config, self, self.log, self.watchdog, lives, changed, self._read_reports,  # type: ignore[arg-type]
-            self._abandon, self._retire, one_by_one=one_by_one,
+            self._abandon, self._retire, {} if wanted is None else wanted, one_by_one=one_by_one,
         )
 
     # the processes

@@ -93,5 +93,5 @@ def take_requests(run_dir: Path) -> list[ServerRequest]:
 
 
 def drop_requests(run_dir: Path) -> None:
-    """Delete the requests that came before this start of the run."""
+    """Delete the requests that came before this start of the run. A rollback is no start."""
     shutil.rmtree(run_dir / _FOLDER, ignore_errors=True)

@@ -113,13 +113,15 @@ class ServerPool:
         abandon: makes the buffer grant the groups of a lost server to others, and returns their number.
         retire: makes the buffer give a server no more slots, and returns the number of its running groups.
         changed: notified when the state of a server changes.
+        wanted: [name of a server that the run is to have] the URL of a server that the run does not start, else "".
+            Empty: the servers of the configuration. The pool changes it at a person's requests.
         one_by_one: whether servers share a GPU. Each measures the free memory when it starts.
     """
 
     def __init__(
         self, config: Config, processes: ActorGroup, log: RunLog, watchdog: Watchdog, lives: Lives, changed: Change,
         read_reports: Callable[[str], Awaitable[None]], abandon: Callable[[str], Awaitable[int]],
-        retire: Callable[[str], Awaitable[int]], *, one_by_one: bool = False,
+        retire: Callable[[str], Awaitable[int]], wanted: dict[str, str], *, one_by_one: bool = False,
     ) -> None:
         self._config, self._processes, self._log = config, processes, log
         self._watchdog, self._lives, self._changed = watchdog, lives, changed
@@ -129,9 +131,12 @@ class ServerPool:
         rollouts = [name for name in config.server_names if name.startswith("rollout")]
         others = [name for name in (*config.server_names, *config.judge_names) if name not in rollouts]
         places = dict(zip(rollouts, urls, strict=False)) if urls else dict.fromkeys(rollouts, "")
-        self.servers = {name: Server(name, url) for name, url in {**places, **dict.fromkeys(others, "")}.items()}
-        self._wanted = set(self.servers)
-        """The servers that the run is to have."""
+        places |= dict.fromkeys(others, "")
+        self._wanted = wanted
+        if not wanted:  # else the run has rolled back
+            drop_requests(config.run_dir)
+            wanted |= places
+        self.servers = {name: Server(name, wanted.get(name, "")) for name in places | wanted}
         self._kept: set[str] = set()
         """The servers that have a task, also those that are to leave."""
         self.serving: set[str] = set()
@@ -157,11 +162,13 @@ class ServerPool:
         return sorted(name for name in self.serving if name.startswith("rollout"))
 
     def begin(self, tasks: asyncio.TaskGroup, buffer_address: str) -> None:
-        """Start all servers, each with a task in `tasks` that keeps it."""
+        """Start all wanted servers, each with a task in `tasks` that keeps it."""
         self._group, self._buffer_address = tasks, buffer_address
-        drop_requests(self._config.run_dir)
         for name in self.servers:
-            self._begin_keeping(name)
+            if name in self._wanted:
+                self._begin_keeping(name)
+            else:
+                self._processes.reservation.release(name)
         self._begin_task(self._look())
 
     async def until_up(self) -> str:
@@ -559,11 +566,11 @@ class ServerPool:
         places = {each.attached_url or each.name: each.state.value for each in kept}
         match request.action:
             case "remove" if request.name in {each.name for each in kept}:
-                self._wanted.discard(request.name)
+                self._wanted.pop(request.name, None)
                 self._leave(request.name, 0.0 if request.now else self._placed.leave_s, "a person has removed it")
             case "max" if 1 <= request.number <= self._placed.most:
                 for name in rollouts[request.number :]:
-                    self._wanted.discard(name)
+                    del self._wanted[name]
                     self._leave(name, self._placed.leave_s, f"the run may have {request.number} servers")
                 more = 0 if urls else max(0, request.number - len(rollouts))  # with URLs the run starts no server
                 for name in unwanted[:more]:
@@ -577,7 +584,7 @@ class ServerPool:
     def _join(self, name: str, url: str = "") -> None:
         """Start a server, or start it again once it has left."""
         self._log.logger.note(f"{name} joins{url and f', at {url}'}")
-        self._wanted.add(name)
+        self._wanted[name] = url
         if name not in self._kept:
             self.servers[name] = Server(name, url)
             self._begin_keeping(name)

@@ -104,6 +104,8 @@ class RunControl:
         self.on_step = on_step
         self.run_dir: Path | None = None
         """The run directory; None before it is made."""
+        self.servers: dict[str, str] = {}
+        """The servers that the run is to have, as in ServerPool: a rollback keeps them."""
         self._lock = threading.Lock()
         self._learner: Any = None
         self._end_reason = ""

@@ -62,10 +62,13 @@ class Supervisor:
     """Follows all processes until training ends: logs their reports, and starts servers and buffers again that die.
 
     Args:
+        wanted: the servers that the run is to have, as in ServerPool.
         one_by_one: whether servers share a GPU. Each measures the free memory when it starts.
     """
 
-    def __init__(self, config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self, config: Config, processes: ActorGroup, log: RunLog, wanted: dict[str, str], *, one_by_one: bool = False
+    ) -> None:
         self._config = config
         self._processes = processes
         self._log = log
@@ -77,7 +80,7 @@ class Supervisor:
         self.watchdog = Watchdog(config, processes)
         self._pool = ServerPool(
             config, processes, log, self.watchdog, self._lives, self._changed, self._read_reports, self._abandon,
-            self._retire, one_by_one=one_by_one,
+            self._retire, wanted, one_by_one=one_by_one,
         )
         self._evaluations = RunningEvaluations(config, processes, log, self._pool.serving, self._pool.declare_lost)
         self._is_training = False

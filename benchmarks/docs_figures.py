@@ -64,7 +64,7 @@ def canvas(panels: int, height: float = 3.3, **kinds: Any) -> tuple[Figure, list
     for axes in found:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
-        axes.tick_params(labelsize=10)
+        axes.tick_params(labelsize=11)
     return figure, found
 
 
@@ -75,7 +75,7 @@ def name(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def note(figure: Figure, text: str) -> None:
-    figure.supxlabel(text, fontsize=9, color="#555555", x=0.99, ha="right")
+    figure.supxlabel(text, fontsize=11, color="#555555", x=0.99, ha="right")
 
 
 def last_accuracies(file: str) -> dict[str, list[float]]:
@@ -108,7 +108,7 @@ def corrections() -> Figure:
         of_kind = [row for row in runs if row["correction"] == kind]
         draw(axes, grouped(of_kind, "staleness", "efficiency"), color, label, shift=0.14 * (place - 1))
     axes.set_ylim(0, 1.1)
-    axes.legend(fontsize=10, frameon=False, loc="lower left")
+    axes.legend(fontsize=11, frameon=False, loc="lower left")
     name(axes, "exact staleness of every token, in training steps", "worth of a step, in synchronous steps")
     note(figure, f"0.3 M parameters, 90 runs of 120 steps, 5 seeds; {ERRORS}")
     return figure
@@ -124,7 +124,7 @@ def learning() -> Figure:
             label = f"staleness.max = {bound}" if seed == seeds[0] else ""
             xs, ys = ([float(row[key]) for row in curve] for key in ("seconds", "accuracy"))
             axes.plot(xs, ys, "o-", color=color, markersize=4, linewidth=1.3, label=label)
-    axes.legend(fontsize=10, frameon=False, loc="lower right")
+    axes.legend(fontsize=11, frameon=False, loc="lower right")
     name(axes, "seconds since the first step", "held-out accuracy")
     note(figure, "0.3 M parameters, two CPU cores, 120 steps; a line for each of 3 seeds")
     return figure
@@ -134,8 +134,8 @@ def depths() -> Figure:
     figure, (axes,) = canvas(1, 4.0)
     speed = grouped(rows("sweep_agent_grid/runs.csv"), "staleness", "steps_per_minute")
     accuracy = grouped(rows("sweep_agent_grid/runs.csv"), "staleness", "accuracy_end")
-    places = {"0": (8, -4), "1": (8, -14), "2": (-4, 12), "4": (8, -16), "8": (8, 4),
-              "1/8": (-30, 4), "1.25/8": (-48, -16), "1.5/8": (-2, 14), "2/8": (8, -14)}  # fmt: skip
+    places = {"0": (8, -4), "1": (8, -14), "2": (-4, 12), "4": (6, 16), "8": (8, 4),
+              "1/8": (-26, -18), "1.25/8": (-48, -16), "1.5/8": (-2, 14), "2/8": (8, -14)}  # fmt: skip
     for setting, offset in places.items():
         xs, ys = speed[setting], accuracy[setting]
         is_depth = "/" in setting
@@ -146,9 +146,9 @@ def depths() -> Figure:
         axes.annotate(setting, (mean(xs), mean(ys)), offset, textcoords="offset points", fontsize=11, color=color)
     axes.plot([], [], "o", color=BLUE, label="staleness.max")
     axes.plot([], [], "o", color=ORANGE, label="staleness.depth below max 8")
-    axes.legend(fontsize=10, frameon=False, loc="lower left")
+    axes.legend(fontsize=11, frameon=False, loc="lower left")
     name(axes, "training steps per minute", "held-out accuracy after 60 s")
-    note(figure, f"episodes with long tails, hf engine, two CPU cores, 5 seeds; {ERRORS}")
+    note(figure, f"episodes with long tails, 5 seeds; {ERRORS}")
     return figure
 
 
@@ -159,7 +159,7 @@ def quickstart() -> Figure:
         xs, ys = ([float(row[key]) for row in points] for key in ("step", "accuracy"))
         axes.plot(xs, ys, "o-", color=color, markersize=5, label=f"staleness.max = {bound}")
     axes.set_ylim(0, 1)
-    axes.legend(fontsize=10, frameon=False, loc="lower right")
+    axes.legend(fontsize=11, frameon=False, loc="lower right")
     name(axes, "training step", "held-out accuracy")
     note(figure, "configs/quickstart.yaml, one run each, evaluated every 50 steps on 1024 answers")
     return figure
@@ -184,10 +184,11 @@ def lanes() -> Figure:
         axes.invert_yaxis()
         axes.set_title(f"staleness.max = {bound}", fontsize=12, loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[1].set_xlabel("seconds; a dotted line ends one of six training steps", fontsize=11)
+        axes.tick_params(labelsize=11)
+    panels[1].set_xlabel("seconds, one run each; a dotted line ends one of six training steps", fontsize=11)
     handles = [Patch(color=color, label=LANE_NAMES[state]) for state, color in LANE_COLORS.items()]
     handles.append(Patch(color=GREY, alpha=0.5, label="waiting"))
-    figure.legend(handles=handles, loc="outside upper right", ncols=3, fontsize=10, frameon=False)
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, fontsize=11, frameon=False)
     return figure
 
 
@@ -195,7 +196,7 @@ def ratios() -> Figure:
     figure, (left, right) = canvas(2, 3.5)
     left.plot([0, 4], [0, 4], linestyle="--", color=GREY, label="importance ratio itself")
     left.plot([0, CAP, 4], [0, CAP, CAP], color=BLUE, linewidth=2, label=f"truncated at {CAP:.0f}")
-    left.legend(fontsize=10, frameon=False, loc="upper left")
+    left.legend(fontsize=11, frameon=False, loc="upper left")
     name(left, "importance ratio of a token", "its weight in the loss", "The correction")
     runs = [row for row in rows("exact/runs.csv") if row["correction"] == "decoupled_tis"]
     draw(right, grouped(runs, "staleness", "is_variance"), BLUE)

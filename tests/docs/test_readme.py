@@ -94,7 +94,7 @@ ELSEWHERE = {
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 0,1,2,4,8 --seeds 3": "benchmarks/results, by hand",
     "python -m benchmarks.engines configs/quickstart.yaml --rounds 3 --seconds 20 learner.prompts_per_step=16":
         "benchmarks/results, by hand",
-    "python -m benchmarks.exact_routing --engines hf,sglang --tokens 50000": "benchmarks/results, by hand",
+    "python -m benchmarks.exact_routing --engines hf,sglang --tokens 100000 --rounds 2": "benchmarks/results, by hand",
     "async-rl answer runs/my-run go-on": "tests/e2e/test_watcher.py",
     "async-rl answer runs/my-run rollback": "tests/e2e/test_watcher.py",
     "async-rl answer runs/my-run stop": "tests/e2e/test_watcher.py",

@@ -294,7 +294,7 @@ def _add_sweeps(commands: Any) -> None:
     plan.add_argument("--staleness", default=BOUNDS, metavar="N,N", help=about)
     seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")
     seconds.add_argument("--train-s", type=float, metavar="S", help="training time of a batch")
-    about = "time to generate a batch on a fully loaded engine"
+    about = "time of all servers together to generate a batch, fully loaded"
     seconds.add_argument("--rollout-s", type=float, metavar="S", help=about)
     seconds.add_argument("--sync-s", type=float, metavar="S", help="time of a weight push")
     about = "time of a group that runs alone"

@@ -84,6 +84,15 @@ def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
     assert plan("--late drop --staleness 0,1", sweep) != text
 
 
+def test_the_time_of_a_batch_is_that_of_all_servers_together(tmp_path: Path) -> None:
+    """A batch in 8 s, then .4 s of training and a push of .05 s, with as many servers as the run had."""
+    workload = dataclasses.replace(WORKLOAD, servers=2)
+    settings = ("placement.rollout.servers=2", "rollout.max_groups_in_flight=32")
+    folder = make_sweep(tmp_path, (0,), seeds=1, workload=workload, overrides=settings)
+    step_s = float(rows(plan("--rollout-s 8 --staleness 0", folder))[0][0])
+    assert step_s == pytest.approx(8 + 0.4 + 0.05, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

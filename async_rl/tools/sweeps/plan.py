@@ -126,9 +126,10 @@ def planned_workload(args: argparse.Namespace, rows: Sequence[Setting]) -> Workl
         raise ConfigError("plan needs a RUN_DIR, or --train-s 40 and one of --group-s 60 and --rollout-s 60")
     else:
         workload = Workload(sync_s=0.0)
-    if args.rollout_s is not None:  # a full engine takes as long for a batch however many groups are in flight together
+    if args.rollout_s is not None:  # full servers take as long for a batch however many groups are in flight together
         per_batch = given.get("prompts_per_step", workload.prompts_per_step)
-        given["group_mean_s"] = given["load_s"] = args.rollout_s * (1 - workload.failed) / per_batch
+        at_a_server_s = args.rollout_s * workload.servers
+        given["group_mean_s"] = given["load_s"] = at_a_server_s * (1 - workload.failed) / per_batch
     return dataclasses.replace(workload, **given)
 
 

@@ -224,6 +224,21 @@ def test_the_first_step_after_a_resume_is_in_no_duration_as_that_of_the_start(tm
     assert measured.predicted is None
 
 
+@pytest.mark.parametrize(
+    ("bound", "on_update", "is_paused"), [(1, "retract", True), (0, "retract", False), (1, "drain", False)]
+)
+def test_the_pauses_of_pushes_are_in_no_group_where_none_is_in_flight(
+    tmp_path: Path, bound: int, on_update: str, is_paused: bool
+) -> None:
+    """A busy time of .6 and pauses of .2 of the time: three quarters of a group's time were running, or all of it."""
+    settings = (f"weight_sync.on_update={on_update}",)
+    run = read_runs(make_sweep(tmp_path, (bound,), seeds=1, steps=12, overrides=settings))[0]
+    group_s = run.steps[-1]["rollout/group_s"]
+    assert group_s is not None
+    run.summary.update({"utilisation/rollout": 0.6, "utilisation/rollout/sync": 0.2})
+    assert stages(run).group_s == pytest.approx(group_s * (0.75 if is_paused else 1.0))
+
+
 @pytest.mark.parametrize("cv", [0.0, 0.3, 1.5])
 def test_the_share_of_groups_that_end_in_time_is_met_at_random_moments(cv: float) -> None:
     rng, mean_s, within_s = np.random.default_rng(0), 20.0, 30.0

@@ -254,8 +254,10 @@ class Stages:
 def stages(run: Run) -> Stages:
     steps = timed_steps(run)
     train = [value for step in steps if (value := step.get("time/train_s")) is not None]
-    busy, paused = (float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync"))
-    running = 1 - paused / max(busy + paused, 1e-9)
+    running = 1.0  # with depth 0 or drain no group is in flight during a push
+    if Bound.of_config(run.config["staleness"]).depth and run.config["weight_sync"]["on_update"] != "drain":
+        busy, paused = (float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync"))
+        running = 1 - paused / max(busy + paused, 1e-9)
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))
     return Stages(

@@ -194,12 +194,17 @@ class Learner:
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
         self.evaluations.await_end(self.version + 1)
-        with self._timeline.span("wait_weights", "server start"):
-            self.shared_gpus.begin_step(start_limit(self.config.timeouts))
-            dist.barrier()
+        self._await_starts()
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
                 self._weights.release_server_memory()
+            dist.barrier()
+
+    def _await_starts(self) -> None:
+        """Wait until no server starts on the learner's GPUs. None begins to before `shared_gpus.end_step`. Collective.
+        """
+        with self._timeline.span("wait_weights", "server start"):
+            self.shared_gpus.begin_step(start_limit(self.config.timeouts))
             dist.barrier()
 
     def _publish(self, batch: Batch | None, is_last: bool) -> Generator[LearnerReport, None, list[LearnerReport]]:
@@ -230,8 +235,11 @@ class Learner:
 
     def _fill(self) -> list[ServersLost | ServersFilled]:
         """Push the weights to the servers that have joined, and return reports of them for the driver. Collective."""
+        if self.config.shares_gpus:  # gathered weights would take memory from a server that starts there
+            self._await_starts()
         with self._timeline.span("sync", "fill"):
             report, events = self._weights.fill(self.version)
+        self.shared_gpus.end_step()
         self._push_spans += report.spans
         if counted := [event for event in events if isinstance(event, ServersFilled)]:
             self._push_metrics += [

@@ -63,25 +63,32 @@ def learner(open_run: OpenRun) -> Learner:
     )
 
 
-def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
+def test_no_step_and_no_fill_begins_on_a_shared_gpu_while_a_server_starts_there(
     learner: Learner, publisher: FakePublisher
 ) -> None:
     soon = learner.config.timeouts.limit("buffer_s")
-    learner.shared_gpus.begin_start("rollout/0", soon)
 
-    def end_the_start() -> None:
-        publisher.calls.append(("started", -1))
-        learner.shared_gpus.end_start("rollout/0")
+    def start_for_a_while(name: str) -> None:
+        def end() -> None:
+            publisher.calls.append((name, -1))
+            learner.shared_gpus.end_start(name)
 
-    threading.Timer(0.3, end_the_start).start()
+        learner.shared_gpus.begin_start(name, soon)
+        threading.Timer(0.3, end).start()
+
+    start_for_a_while("first")
     reports = learner.run()
     assert isinstance(next(reports), ServersFilled)
+    start_for_a_while("second")
     assert next(reports).version == 1
-    learner.shared_gpus.begin_start("rollout/0", soon)  # the step has ended with its push
-    learner.shared_gpus.end_start("rollout/0")
+    start_for_a_while("third")  # the step has ended with its push
+    learner.servers["rollout"].join("rollout/1", "http://rollout/1", 1)
+    assert isinstance(next(reports), ServersFilled)
+    learner.shared_gpus.begin_start("fourth", soon)  # the fill has ended
+    learner.shared_gpus.end_start("fourth")
     list(reports)
-    steps = ["release_server_memory", "push"]
-    assert [call for call, _ in publisher.calls] == ["push", "started", *steps, *steps]
+    step = ["release_server_memory", "push"]
+    assert [call for call, _ in publisher.calls] == ["first", "push", "second", *step, "third", "push", *step]
 
 
 def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
@@ -90,6 +97,8 @@ def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
     """Its start must not be taken for ended before that, and it gets its first weights after the step."""
     actor = LearnerActor.__new__(LearnerActor)
     actor._config, actor._learner = learner.config, learner
+    running = learner.run()
+    first_fill = next(running)
     actor.begin_start("rollout/1")
 
     def join() -> None:
@@ -98,7 +107,7 @@ def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
         actor.add_server("rollout/1", "http://rollout/1", 1)
 
     joining = started(threading.Thread(target=join, daemon=True))
-    reports = list(learner.run())
+    reports = [first_fill, *running]
     joining.join(10)
     assert not joining.is_alive() and publisher.released == ["http://rollout/0", "http://rollout/1"] * 2
     assert [name for name, _ in publisher.calls] == ["push", *["release_server_memory", "push"] * 2]

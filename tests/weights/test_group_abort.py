@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.base.config import Limit
 from async_rl.base.network import open_store
 from async_rl.base.weights import broadcast
 from async_rl.base.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
@@ -98,6 +99,14 @@ def test_a_learner_that_gives_up_a_push_says_the_word_and_leaves_once(limits: li
     assert server.hung.aborted.wait(10)
     publisher.transport.connect()
     assert server.asked == ["join", "leave", "join"]
+
+
+def test_a_group_that_is_made_with_a_short_limit_lasts_for_longer_pushes_too(limits: list[float]) -> None:
+    config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
+    publisher = publisher_for(config, [url_of(ListeningServer())], open_gloo)
+    publisher.members.limit = Limit(2.0, "of an evaluation's first push")
+    publisher.transport.connect()
+    assert limits == [20.0 + 60.0]  # timeouts.push_s, and a minute more
 
 
 def test_a_receiver_that_has_joined_a_group_listens_for_the_word(store: Any, limits: list[float]) -> None:

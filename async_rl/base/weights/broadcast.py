@@ -76,7 +76,8 @@ class BroadcastTransport(BucketTransport):
         world_size = 1 + len(members) * tp
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
         listener = open_listener(host, self.config.network.port_range)
-        torch_limit_s = limit.seconds + TORCH_WAITS_LONGER_S
+        # not of `limit`: later pushes in this group may have a longer one, at most push_s
+        torch_limit_s = self.config.timeouts.push_s + TORCH_WAITS_LONGER_S
         self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=torch_limit_s), listener)
         calls: dict[str, Callable[[], Any]] = {
             member.name: partial(

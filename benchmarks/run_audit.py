@@ -4,10 +4,11 @@
 
     exactly once   each admitted group is trained once or dropped with a reason; each batch is full; no version has no
                    batch; no prompt is trained in two groups (within one epoch of prompts)
-    nothing lost   each prompt of a group that was lost with its server is granted again
+    nothing lost   each prompt of a group that was lost with its server or in a resume is granted again, or is in the
+                   buffer's queue of such prompts when the run ends
     bound          no trained row is older than staleness.max
     accounting     admitted = trained + dropped, and the counters are those of the tables
-    membership     a worker has no group that was granted outside the versions that were pushed to it
+    membership     a worker has groups only of versions next to a push that reached it, or at which servers joined
     utilisation    the shares of each kind of pool add up to 1 in every step and in the summary
     exact mode     each trained group is of the one right version
 """
@@ -17,14 +18,12 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
+from bisect import bisect_left
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-LAST_GROUPS = 64
-"""At most so many prompts of lost groups need not be granted again, because the run ended before."""
 
 
 def audit(run_dir: Path) -> dict[str, str]:
@@ -58,9 +57,11 @@ def _of_groups(db: sqlite3.Connection, config: dict[str, Any], counters: dict[st
     bound, worst = config["staleness"]["max"], one("select coalesce(max(staleness), 0) from trained")
     held = one("select count(*) from groups where state = 'held'")
     reasons = sum(v for k, v in counters.items() if k.startswith("buffer/dropped_") and k.count("/") == 1)
-    again = one(
-        "select count(*) from groups a where a.state = 'dropped' and a.error like '%is gone' and not exists "
-        "(select 1 from groups b where b.prompt_index = a.prompt_index and b.group_id > a.group_id)"
+    # only a resume drops groups whose worker is not known
+    lost = (
+        "select count(*) from groups a where a.state = 'dropped' and (a.error like '%is gone' or a.worker = '') "
+        "and not exists (select 1 from groups b where b.prompt_index = a.prompt_index and b.group_id > a.group_id) "
+        "and a.prompt_index not in (select value from state, json_each(state.scalars, '$.requeued'))"
     )
     found = {
         "each group has ended": wrong("select count(*) from groups where state not in ('trained', 'dropped', 'held')"),
@@ -73,7 +74,7 @@ def _of_groups(db: sqlite3.Connection, config: dict[str, Any], counters: dict[st
         ),
         "each batch is full": "" if len(sizes) == 1 else str(sizes),
         "each version has a batch": str(left_out) if left_out else "",
-        "prompts of lost groups are granted again": str(again) if again > LAST_GROUPS else "",
+        "prompts of lost groups are granted again": wrong(lost),
         "no trained row is older than the bound": f"{worst} > {bound}" if worst > bound else "",
         "admitted = trained + dropped": (
             "" if counters["buffer/admitted"] == counters["buffer/trained"] + reasons + held else str(counters)
@@ -91,21 +92,22 @@ def _of_groups(db: sqlite3.Connection, config: dict[str, Any], counters: dict[st
 
 
 def _of_workers(db: sqlite3.Connection, steps: list[dict[str, float]]) -> dict[str, str]:
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
+    pushes: dict[str, set[int]] = {}
     for step in steps:
         for key in step:
             if key.startswith("version/rollout"):
-                name = key.removeprefix("version/")
-                first.setdefault(name, int(step[key]))
-                last[name] = int(step[key])
-    found = {}
-    sql = "select worker, min(start_version), max(start_version) from groups group by 1"
-    for worker, low, high in db.execute(sql):
-        # a filled server samples from a version before the first common push reaches it
-        is_right = low >= first.get(worker, 0) - 1 and high <= last.get(worker, high) + 1
-        what = f"groups of versions {low} to {high}, pushes of {first.get(worker)} to {last.get(worker)}"
-        found[f"{worker} has groups of its time alone"] = "" if is_right else what
+                pushes.setdefault(key.removeprefix("version/"), set()).add(int(step[key]))
+    versions = sorted(set().union(*pushes.values()))
+    fills = {int(step["step"]) for step in steps if step.get("push/filled_servers")}
+    found: dict[str, str] = {}
+    sql = "select distinct worker, start_version from groups where worker <> '' order by 1, 2"
+    for worker, start in db.execute(sql):
+        i = bisect_left(versions, start)
+        # a server that joins samples before the first common push reaches it; one that leaves got a last push
+        near = {*versions[max(0, i - 1) : i + 2]}
+        is_right = near & pushes.get(worker, set()) or {start, start + 1} & fills
+        check = f"{worker} has groups of its time alone"
+        found[check] = found.get(check, "") + ("" if is_right else f"version {start} ")
     return found
 
 

@@ -135,6 +135,22 @@ def test_the_error_is_the_spread_that_repeated_sweeps_have(of_a_seed: float) -> 
     assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(means), rel=0.25)
 
 
+@pytest.mark.parametrize(("stale", "synchronous"), [("01234", "56789"), ("01", "012345"), ("012345", "67")])
+def test_the_error_has_the_synchronous_part_where_seeds_differ(stale: str, synchronous: str) -> None:
+    """At most a third too large, where the synchronous runs are much fewer: their two seeds are divided by six."""
+    rng = np.random.default_rng(1)
+    means, errors = [], []
+    for _ in range(120):
+        base, runs = (
+            dict(zip(seeds, noisy(rng, e, rng.normal(0, 0.015, len(seeds))).values(), strict=True))
+            for seeds, e in ((synchronous, 1.0), (stale, 0.6))
+        )
+        found = estimate(list(effective_steps(runs, dict.fromkeys(runs, 1.0), list(base.items()))[:, 0]))
+        means.append(found.mean)
+        errors.append(found.error)
+    assert 0.9 < math.sqrt(np.mean(np.square(errors))) / np.std(means) < 1.35
+
+
 def test_effective_steps_are_synchronous_steps_that_teach_as_much() -> None:
     runs = {seed: run(lambda v: saturating(0.5 * v), 10) for seed in ("0", "1")}
     found = effective_steps(runs, {"0": 90.0, "1": 110.0}, [("0", run(saturating, 10)), ("1", run(saturating, 10))])

@@ -247,13 +247,19 @@ def test_effective_steps_are_compared_only_where_they_have_one_unit(sweep: Path)
     assert recommendation(failed).startswith("Take staleness 1 (learner.lr 1e-4): ")
 
 
-def test_one_synchronous_run_tells_no_efficiency_of_several_seeds(tmp_path: Path) -> None:
+def test_one_synchronous_seed_tells_no_efficiency_of_several_seeds(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path, (0, 1), seeds=3)
     for seed in (1, 2):
         shutil.rmtree(folder / "cells" / f"staleness-0.seed-{seed}")
-    assert "staleness-0.seed-0" in write_report(folder)
-    (synchronous, row) = settings_of(read_runs(folder))
+    assert "only the seed 0" in write_report(folder)
+    runs = read_runs(folder)
+    (synchronous, row) = settings_of(runs)
     assert synchronous.has("efficiency") and not row.has("efficiency")
+    twice = [
+        dataclasses.replace(run, labels={**run.labels, "staleness.on_late": late})
+        for run in runs for late in ("wait", "drop") if run.staleness.max == 0 or late == "wait"
+    ]
+    assert [row.has("efficiency") for row in settings_of(twice)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("change", "improves"), [(0.0, False), (-0.5, False), (0.5, True)])

@@ -14,7 +14,8 @@ where accuracy(v) is the held-out accuracy after v steps and acc0 the accuracy o
   Beyond the last evaluation the curve continues with its last slope.
 - e: least squares over all evaluations after the start of all seeds of a setting together.
 - Its error: the delete-one jackknife over seeds. A seed is left out of the setting and of the synchronous runs
-  together, so the error includes the synchronous curve's.
+  together, so the error includes the synchronous curve's. A synchronous run whose seed the setting lacks is left out
+  with another seed of the setting.
 - If held-out accuracy does not determine e, the rewards of the policies may (policy_curve.py), up to the last version
   of the runs at the lowest staleness: rewards of single batches are too noisy for a slope beyond them.
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -166,17 +168,20 @@ def effective_steps(
 ) -> NDArray[np.float64]:
     """Return [seeds, 2]: the efficiency and the effective steps per minute of a setting, per seed as in `per_seed`.
 
-    Seeds that only the synchronous runs have are never left out, so the error lacks their part.
-
     Args:
         runs: the evaluations of the setting by seed.
         steps_per_minute: by seed.
-        synchronous: (seed, evaluations) of each synchronous run, for which `why_unknown` has returned "".
+        synchronous: (seed, evaluations) of each synchronous run, for which `why_unknown` has returned "". They must
+            have several seeds if the setting has.
         within: only versions up to the last one of the synchronous curve count.
     """
 
+    shared = {seed for seed, _ in synchronous} & runs.keys()
+    partners = cycle(sorted(runs, key=shared.__contains__))  # seeds without a synchronous run come first
+    partner = {seed: seed if seed in shared else next(partners) for seed in dict(synchronous)}
+
     def statistic(without: str | None) -> NDArray[np.float64]:
-        base = [run for seed, run in synchronous if seed != without] or [run for _, run in synchronous]
+        base = [run for seed, run in synchronous if partner[seed] != without]
         kept = [seed for seed in runs if seed != without]
         curve = SynchronousCurve(base)
         e = efficiency([runs[seed] for seed in kept], curve, curve.end if within else math.inf)

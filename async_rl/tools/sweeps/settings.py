@@ -113,9 +113,9 @@ def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float
 
 
 def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
-    """Return whether `row` has several seeds but would be compared with a single run, whose curve has an unknown error.
+    """Return whether `row` has several seeds but would be compared with a single one, whose curve has an unknown error.
     """
-    return len(others) == 1 < len(row.runs)
+    return len({run.labels[SEED] for run in others}) == 1 < len(row.runs)
 
 
 def _compared(
@@ -146,7 +146,8 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
             synchronous = synchronous_runs(rows, row)
             reason = why_unknown([run.evaluations for run in synchronous])
             if not reason and _lacks_error(row, synchronous):
-                reason = f"{synchronous[0].folder.name} is the only synchronous run, so its curve has no known error"
+                seed = synchronous[0].labels[SEED]
+                reason = f"the synchronous runs have only the seed {seed}, so their curve has no known error"
             reason = reason or "its held-out accuracy is missing, or lies above all of synchronous training's"
             reasons.setdefault(reason, []).append(row)
     sentences = []

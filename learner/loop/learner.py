@@ -34,7 +34,7 @@ from learner.models.policy import due_folders, save_policy
 
 PAUSE = "pause"
 """The name of the span of a learner that is paused."""
-_WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
+_WORDS = {"busy": "trains", "wait_weights": "waits for a server to start on its GPU"}
 STEP_TIMES = {
     "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "fill": "time/sync_s",
     "release memory": "time/sync_s", "drain": "time/drain_s", "held push": "time/held_by_eval_s",
@@ -435,6 +435,10 @@ def rank_status(
             limit_s = 2 * timeouts.push_s * (1 + len(config.server_names))
             on = ", ".join(servers) if rank == 0 else "learner/0"
             return Status(doing="pushes weights", waits_on=on, since_s=since_s, limit_s=limit_s)
+        case "checkpoint":
+            on = "the disk" if config.placement.learner.ranks == 1 else "the disk, or another rank"
+            # the write before, and this one: a wait of the rank itself for one of them ends first, and says more
+            return Status(doing="saves", waits_on=on, since_s=since_s, limit_s=2 * timeouts.batch_s)
     if name == PAUSE:
         return Status(doing="is paused", waits_on=pause_waits_on or "learner/0", since_s=since_s)
     return Status(doing=_WORDS.get(state, state), since_s=since_s)

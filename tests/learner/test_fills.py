@@ -285,3 +285,12 @@ def test_every_rank_may_push_as_long_as_rank_0_which_alone_knows_the_servers() -
     other = rank_status(1, ("sync", "push", 0.0), config, {"push": (), "eval push": ()})
     assert first.limit_s == other.limit_s == 2 * 100 * (1 + 4)  # each of the four may die, each time in 2 push_s
     assert (first.waits_on, other.waits_on) == ("rollout/0, rollout/1", "learner/0")
+
+
+@pytest.mark.parametrize(("ranks", "waits_on"), [(1, "the disk"), (2, "the disk, or another rank")])
+@pytest.mark.parametrize("part", ["copy", "save", "write"])
+def test_a_rank_that_saves_for_too_long_is_overdue(part: str, ranks: int, waits_on: str) -> None:
+    """For example on a network disk that hangs. It may wait batch_s for the checkpoint before, and then save."""
+    config = make_config(placement={"learner": {"ranks": ranks}}, timeouts={"batch_s": 100.0})
+    status = rank_status(0, ("checkpoint", part, 0.0), config, {"push": ()})
+    assert (status.doing, status.waits_on, status.limit_s) == ("saves", waits_on, 200.0)

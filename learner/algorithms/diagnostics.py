@@ -191,7 +191,7 @@ def token_metrics(totals: Totals) -> list[Metric]:
     The importance weight of a token is rho = proximal / behaviour, without correction. ESS/N = (sum w)^2 / (N sum w^2)
     of rho shows the tail that truncation hides. `ess_truncated` uses the weights as applied, 0 for tokens that a mask
     drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the tokens
-    with that sign of advantage.
+    with that sign of advantage, over all passes over the batch; so is its weight in a mean over steps.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -235,7 +235,7 @@ def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) ->
     """Return metrics named `path`/... of the tokens whose sums are in `t`.
 
     Args:
-        by: name of the metric that weighs each step in a mean over steps.
+        by: name of the metric that weighs each step in a mean over steps. A clip fraction has its own.
     """
     n, policy_tokens = max(t["tokens"], 1.0), t["policy_tokens"]
     mean = t["rho"] / n
@@ -249,8 +249,6 @@ def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) ->
         "ess_truncated": ratio(t["weight"] ** 2, n * t["weight_squared"]),
         "truncated_fraction": t["truncated"] / n,
         "masked_fraction": t["dropped"] / n,
-        "clip_fraction_positive": ratio(t["clipped_positive"], t["positive"]),
-        "clip_fraction_negative": ratio(t["clipped_negative"], t["negative"]),
     }
     divergences = {
         "kl_behaviour_proximal": t["k1"] / n,
@@ -259,11 +257,17 @@ def _token_values(path: str, t: Mapping[str, float], rho_max: float, by: str) ->
         "kl_proximal_learner_k3": ratio(t["moved_k3"], policy_tokens),
     }
     units = ((means, ""), (shares, "share"), (divergences, "nats"))
+    of_signs = []
+    for sign in ("positive", "negative"):
+        tokens = Metric(f"{path}/tokens_{sign}", t[sign], "sum", unit="tokens")
+        clipped = ratio(t[f"clipped_{sign}"], t[sign])
+        of_signs += [tokens, Metric(f"{path}/clip_fraction_{sign}", clipped, by=tokens.key, unit="share")]
     return [
         Metric(f"{path}/is_weight_max", rho_max, "max"),
         # A few steps with very large weights would dominate a mean.
         Metric(f"{path}/is_weight_var", variance, over_steps="median"),
         *(Metric(f"{path}/{name}", x, by=by, unit=unit) for values, unit in units for name, x in values.items()),
+        *of_signs,
     ]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.base.telemetry.metrics import Metric, over_steps, reduce_metrics
 from learner.algorithms.diagnostics import (
     BUCKETS,
     LENGTHS,
@@ -154,6 +155,23 @@ def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_of_advantage(
         "offpolicy/kl_proximal_learner_k3": k3,
     }
     assert {key: got[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_clip_fraction_over_steps_is_a_share_of_all_tokens_with_that_sign(one_rank: None) -> None:
+    """Positive advantages: 1 of 1 token is clipped, then 0 of 3, so 1 of 4. The only negative token is clipped."""
+    steps, declared = [], {}
+    for advantages, clipped in (([1.0, -1.0], [True, True]), ([1.0, 1.0, 1.0], [False, False, False])):
+        sums, count = MetricAccumulator(), len(advantages)
+        zeros, ages = torch.zeros(count), torch.zeros(count, dtype=torch.long)
+        response = make_response((count,), trained=torch.ones(count, dtype=torch.bool), staleness=ages)
+        add_policy(sums, response, zeros, zeros, zeros, torch.tensor(advantages), torch.tensor(clipped))
+        sums.add(**dict.fromkeys(("rows", "product", "product_squared"), torch.zeros(())))
+        metrics = token_metrics({**NO_OFFPOLICY, **sums.reduce()})
+        steps.append(reduce_metrics([*metrics, Metric("batch/response_tokens", count, "sum")]))
+        declared |= {metric.key: metric.declaration for metric in metrics}
+    figures = over_steps(steps, declared)
+    assert figures.get("offpolicy/clip_fraction_positive") == pytest.approx(1 / 4)
+    assert figures.get("offpolicy/clip_fraction_negative") == 1.0
 
 
 def test_explained_variance_ignores_a_constant_and_is_zero_for_constant_values(

@@ -35,7 +35,6 @@ from async_rl.run.processes.signals import StopSignals
 from async_rl.run.processes.supervisor import ReviveBuffer, Supervisor, UntilUp
 from tests.kit.configs import make_config
 
-STEPS = 1000
 FILLED = 5
 """The policy version that every server is filled with."""
 
@@ -139,7 +138,7 @@ class Learner(FakeProcess):
 
     def run(self) -> Iterator[LearnerReport]:
         step = 0
-        while step < STEPS:
+        while True:
             start_s = time.monotonic()
             time.sleep(0.05)
             self.obey()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.metrics import over_steps, reduce_metrics
 from async_rl.base.telemetry.timeline import PRIORITY, STATES, Sample, Span, State, Timeline, Usage, state_changes
 from async_rl.run.log.run_timeline import RunTimeline
 
@@ -111,6 +111,25 @@ def test_pools_count_by_the_time_in_which_they_were_there() -> None:
     assert usage.shares()["rollout/1"]["busy"] == pytest.approx(5 / 6)
     assert values["utilisation/rollout"] == pytest.approx((16 + 5) / (16 + 6))
     assert values["utilisation/rollout/other"] == pytest.approx(1 / (16 + 6))
+
+
+def test_over_steps_a_step_counts_by_the_seconds_of_all_its_servers() -> None:
+    """One server busy for 10 of 10 s, then three for 4 of 10 s each: 22 of 40 seconds. The mean of both steps is .7."""
+    records, declared, there = [], {}, {"rollout/0": [(0, math.inf)]}
+    for start_s, names, busy_s in ((0, "0", 10), (10, "012", 4)):
+        there |= {f"rollout/{name}": [(start_s, math.inf)] for name in names if name != "0"}
+        spans = [Span("learner/0", "busy", start_s, start_s + 5)]
+        spans += [Span(f"rollout/{name}", "busy", start_s, start_s + busy_s) for name in names]
+        samples = [Sample(f"rollout/{name}", "occupancy", start_s + 1, busy_s / 10) for name in names]
+        metrics = Usage().add(spans, samples, start_s, start_s + 10, there=there).metrics()
+        records.append({**reduce_metrics(metrics), "time/step_s": 10.0})
+        declared |= {metric.key: metric.declaration for metric in metrics}
+    figures = over_steps(records, declared)
+    expected = {
+        "utilisation/rollout": 22 / 40, "utilisation/rollout/other": 18 / 40, "occupancy/rollout": 22 / 40,
+        "utilisation/learner": 10 / 20, "utilisation/total": 32 / 60, "pools/rollout_s": 40.0,
+    }
+    assert {key: figures.get(key) for key in expected} == pytest.approx(expected)
 
 
 def test_a_server_that_left_before_it_joined_was_never_there(tmp_path: Path) -> None:

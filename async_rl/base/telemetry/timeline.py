@@ -23,7 +23,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -182,24 +182,33 @@ class Usage:
         """Return the metrics of utilisation. A pool's kind is the part of its name before `/`.
 
         `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean share
-        of another state, `utilisation/total` the mean busy share over all pools. Pools are weighted by their windows.
-        `<name>/<kind>` is the mean of all samples with that name in the kind's pools.
+        of another state, `utilisation/total` the mean busy share over all pools. Pools are weighted by their windows,
+        whose sums are `pools/<kind>_s` and `pools/total_s`. They are also the weights of the steps in a mean over
+        steps: a step with more servers counts for more. `<name>/<kind>` is the mean of all samples with that name in
+        the kind's pools.
         """
         shares = self.shares()
-        values: dict[str, float] = {}
+        kinds = {_kind(pool): [other for other in shares if _kind(other) == _kind(pool)] for pool in shares}
+        metrics = []
 
-        def mean(state: State, pools: Collection[str]) -> float:
-            return fmean((shares[pool][state] for pool in pools), (self._there_s(pool) for pool in pools))
-
-        for kind in dict.fromkeys(map(_kind, shares)):
-            pools = [pool for pool in shares if _kind(pool) == kind]
-            for state in STATES:
+        def add(kind: str, pools: Sequence[str], states: Iterable[State]) -> None:
+            there_s = [self._there_s(pool) for pool in pools]
+            together = Metric(f"pools/{kind}_s", math.fsum(there_s), "sum", unit="s")
+            metrics.append(together)
+            for state in states:
                 key = f"utilisation/{kind}" if state == "busy" else f"utilisation/{kind}/{state}"
-                values[key] = mean(state, pools)
+                share = fmean((shares[pool][state] for pool in pools), there_s)
+                metrics.append(Metric(key, share, by=together.key, unit="share"))
+
+        for kind, pools in kinds.items():
+            add(kind, pools, STATES)
         if shares:
-            values["utilisation/total"] = mean("busy", shares)
-        values |= {key: total / number for key, (total, number) in self._samples.items()}
-        return [Metric(key, value, by=TIME, unit="share") for key, value in values.items()]
+            add("total", [*shares], ["busy"])
+        for key, (total, number) in self._samples.items():
+            kind = key.rpartition("/")[2]
+            by = f"pools/{kind}_s" if kind in kinds else TIME
+            metrics.append(Metric(key, total / number, by=by, unit="share"))
+        return metrics
 
 
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:

@@ -479,11 +479,12 @@ def _mean(key: str, total: float, count: int) -> Metric:
 
 
 def version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
-    """Yield the oldest and newest version among the answers' tokens.
+    """Yield the oldest, newest and mean version of the answers' tokens.
 
     They differ if weights changed during the evaluation.
     """
     if versions:
         tokens = np.concatenate(versions)
+        yield _mean("eval/mean_version", float(tokens.sum()), len(tokens))
         yield Metric("eval/oldest_version", float(tokens.min()), "min", over_steps="last")
         yield Metric("eval/newest_version", float(tokens.max()), "max", over_steps="last")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_rl.base.config import Config
@@ -13,7 +14,7 @@ from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.engines.base import Purpose
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.scored_player import ScoredPlayer, version_metrics
 from rollout_server.worker.worker import EvalWorker
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
@@ -69,3 +70,11 @@ def test_the_parts_of_an_evaluation_have_the_prompts_seeds_and_metrics_of_the_wh
 
     assert asked(split.requests) == asked(engine.requests) and len(engine.requests) == 6
     assert {request.purpose for request in split.requests} == {Purpose.EVALUATION}
+
+
+def test_the_versions_of_an_evaluation_are_those_of_all_its_tokens_in_any_parts() -> None:
+    """Six tokens of versions 3, 3, 5 and 4, 6, 6: from 3 to 6, 4.5 on average."""
+    answers = [np.array([3, 3, 5]), np.array([4]), np.array([6, 6])]
+    expected = {"eval/oldest_version": 3.0, "eval/newest_version": 6.0, "eval/mean_version": 4.5}
+    assert reduce_metrics(version_metrics(answers)) == expected
+    assert reduce_metrics([*version_metrics(answers[:1]), *version_metrics(answers[1:])]) == pytest.approx(expected)

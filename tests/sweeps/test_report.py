@@ -116,19 +116,19 @@ def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
     assert len(read_runs(copy)) == 9
 
 
-def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answered(
-    sweep: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_beside_training_counts_for_the_mean_version_that_answered(sweep: Path, tmp_path: Path) -> None:
+    """Version 11.25: a quarter of the time between the ends of steps 11 and 12. It was due at 10."""
     run = tmp_path / "run"
     shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
     lines = logged(run)
     for line in lines:
         if line["step"] == 10 and "eval/accuracy" in line:
-            line["eval/newest_version"] = 13.0
+            line |= {"eval/newest_version": 13.0, "eval/mean_version": 11.25}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (read,) = read_runs(run)
-    (at_13,) = [line["time/since_first_step_s"] for line in lines if line["step"] == 13]
-    assert [(version, seconds) for version, seconds, _ in read.evals][1] == (13.0, at_13)
+    at_11, at_12 = (line["time/since_first_step_s"] for line in lines if line["step"] in (11, 12))
+    version, seconds, _ = read.evals[1]
+    assert (version, seconds) == (11.25, pytest.approx(at_11 + (at_12 - at_11) / 4))
 
 
 def test_a_report_claims_no_lead_that_its_seeds_do_not_show(sweep: Path) -> None:
@@ -298,7 +298,7 @@ def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path,
     whole = read_run(run_dir).values()
     assert whole["improvement"] == pytest.approx(whole["accuracy_end"] - 0.3)
     lines = [line for line in logged(run_dir) if "eval/accuracy" not in line or line["step"] < 40]
-    lines = [line | {"eval/newest_version": 40.0} if line["step"] == 30 else line for line in lines]
+    lines = [line | {"eval/mean_version": 40.0} if line["step"] == 30 else line for line in lines]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = read_run(run_dir).values()
     assert values["accuracy_start"] == 0.3 and math.isnan(values["accuracy_end"]) and math.isnan(values["improvement"])

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from async_rl.base.config.loading import read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.run_dir.run_dir import is_of_newest_end
@@ -49,7 +51,7 @@ class Run:
     steps: list[Step]
     evals: list[tuple[float, float, float]]
     """(version, seconds since the end of the first step, held-out accuracy) of every evaluation. If weights
-    changed while answers were sampled, the version is the newest one that sampled."""
+    changed while answers were sampled, the version is the mean over their tokens."""
     folder: Path
     config: dict[str, Any]
     """The resolved configuration that the run wrote."""
@@ -202,13 +204,12 @@ def _read_run(folder: Path) -> Run:
     labels.setdefault(SEED, str(config["run"]["seed"]))
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "staleness/max" in record]
-    at_step = {step["step"]: seconds for step, seconds in zip(steps, seconds_at(steps), strict=True)}
+    versions, ends_s = [0.0, *(step["step"] or 0.0 for step in steps)], [0.0, *seconds_at(steps)]
     evals = []
     for values in records:
         if (accuracy := values.get("eval/accuracy")) is not None:
-            newest = values.get("eval/newest_version")
-            version = newest if newest in at_step else values["step"]
-            evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
+            version = values.get("eval/mean_version", values["step"]) or 0.0
+            evals.append((version, float(np.interp(version, versions, ends_s)), accuracy))
     summary = json.loads((folder / "summary.json").read_text())
     last_step = int(max((step["step"] or 0 for step in steps), default=0))
     if not is_of_newest_end(summary, last_step, folder):

@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from async_rl.tools.sweeps.statistics import estimate
 
 RESULTS, IMAGES = Path("benchmarks/results"), Path("docs/images")
 PICTURES = RESULTS / "pictures"
@@ -52,8 +52,8 @@ def draw(axes: Axes, values: Mapping[str, Sequence[float]], color: str, label: s
     places = [i + shift for i in range(len(values))]
     for place, each in zip(places, values.values(), strict=True):
         axes.plot([place] * len(each), each, "o", color=color, alpha=0.35, markersize=4)
-    means = [mean(each) for each in values.values()]
-    errors = [stdev(each) / math.sqrt(len(each)) for each in values.values()]
+    found = [estimate(each) for each in values.values()]
+    means, errors = [each.mean for each in found], [each.error for each in found]
     axes.errorbar(places, means, errors, fmt="o-", color=color, capsize=3, markersize=6, label=label)
     axes.set_xticks(range(len(values)), ["0\n(synchronous)" if name == "0" else name for name in values])
 
@@ -78,17 +78,11 @@ def note(figure: Figure, text: str) -> None:
     figure.supxlabel(text, fontsize=11, color="#555555", x=0.99, ha="right")
 
 
-def last_accuracies(file: str) -> dict[str, list[float]]:
-    """Return {staleness: the accuracy of each seed at its last evaluation}."""
-    last = {(row["staleness"], row["seed"]): row for row in rows(file)}  # in the order of versions
-    return grouped(last.values(), "staleness", "accuracy")
-
-
 def trade_off() -> Figure:
     figure, (left, right) = canvas(2, 3.5)
     bounds = ("0", "1", "2", "4", "8")
     speed = grouped(rows("sweep_cpu_grid/runs.csv"), "staleness", "steps_per_minute")
-    accuracy = last_accuracies("sweep_cpu_grid/evals.csv")
+    accuracy = grouped(rows("sweep_cpu_grid/runs.csv"), "staleness", "accuracy_end")
     draw(left, {bound: speed[bound] for bound in bounds}, BLUE)
     draw(right, {bound: accuracy[bound] for bound in bounds}, BLUE)
     left.set_ylim(0)
@@ -141,9 +135,9 @@ def depths() -> Figure:
         is_depth = "/" in setting
         color = ORANGE if is_depth else BLUE
         axes.plot(xs, ys, "o", color=color, alpha=0.25, markersize=4)
-        errors = [stdev(values) / math.sqrt(len(values)) for values in (xs, ys)]
-        axes.errorbar([mean(xs)], [mean(ys)], [errors[1]], [errors[0]], fmt="o", color=color, capsize=3, markersize=6)
-        axes.annotate(setting, (mean(xs), mean(ys)), offset, textcoords="offset points", fontsize=11, color=color)
+        x, y = estimate(xs), estimate(ys)
+        axes.errorbar([x.mean], [y.mean], [y.error], [x.error], fmt="o", color=color, capsize=3, markersize=6)
+        axes.annotate(setting, (x.mean, y.mean), offset, textcoords="offset points", fontsize=11, color=color)
     axes.plot([], [], "o", color=BLUE, label="staleness.max")
     axes.plot([], [], "o", color=ORANGE, label="staleness.depth below max 8")
     axes.legend(fontsize=11, frameon=False, loc="lower left")

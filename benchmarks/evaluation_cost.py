@@ -12,7 +12,6 @@ this host refuses, as it has no core for a server more, is left out, and the pag
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from async_rl.base.telemetry.metrics import read_metrics
+from async_rl.tools.sweeps.statistics import estimate
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.marked_command import MarkedCommand
 from benchmarks.page import machine_text, write_page
@@ -88,11 +88,10 @@ def table_of(runs: Sequence[EvaluationRun]) -> Table:
     for kind in dict.fromkeys(run.kind for run in runs):
         chosen = [run for run in runs if run.kind == kind]
         cost = costs(runs, kind)
-        error = statistics.stdev(cost) / math.sqrt(len(cost)) if len(cost) > 1 else math.nan
         rows.append([
             kind, f"{statistics.fmean(run.seconds for run in chosen):.1f}",
             f"{statistics.fmean(run.evaluations for run in chosen):.1f}",
-            "-" if kind == "none" else f"{statistics.fmean(cost):.1%} ± {error:.1%}",
+            "-" if kind == "none" else estimate(cost).text("{:.1%}"),
         ])  # fmt: skip
     return Table(("evaluations", "seconds", "evaluations of a run", "cost, share of the time"), rows)
 

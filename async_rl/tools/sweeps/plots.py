@@ -14,6 +14,7 @@ from async_rl.base.telemetry.timeline import STATES
 from async_rl.tools.sweeps.cells import Bound, bounds_title
 from async_rl.tools.sweeps.results import Run
 from async_rl.tools.sweeps.settings import SPEEDS, Setting, best_rows, speed_key, worth_keys
+from async_rl.tools.sweeps.statistics import estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,8 +171,8 @@ def learning(rows: Sequence[Setting]) -> Any:
         for number, row in enumerate(shown):
             found = [curve(run) for run in row.runs]
             grid = np.linspace(max(xs[0] for xs, _ in found), min(xs[-1] for xs, _ in found), 60)
-            lines = np.array([np.interp(grid, xs, ys) for xs, ys in found])
-            mean, error = lines.mean(axis=0), lines.std(axis=0, ddof=1 if len(lines) > 1 else 0) / math.sqrt(len(lines))
+            means = [estimate(values) for values in zip(*(np.interp(grid, xs, ys) for xs, ys in found), strict=True)]
+            mean, error = np.array([(each.mean, np.nan_to_num(each.error)) for each in means]).T
             axes.plot(grid, mean, color=OKABE_ITO[number], label=plain(row.name))
             axes.fill_between(grid, mean - error, mean + error, color=OKABE_ITO[number], alpha=0.15, linewidth=0)
             if len(found[0][0]) <= 12:  # few enough evaluations to see each

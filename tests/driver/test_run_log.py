@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from async_rl.base.config import CheckpointConfig, EvalConfig, TimeoutsConfig
-from async_rl.base.messages.reports import StepDone, TrainingEnded, WorkerReport
+from async_rl.base.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.base.run_dir.checkpoints import checkpoint_folder, lineage_of, list_checkpoints
 from async_rl.base.telemetry.metrics import Metric, read_metrics, reduce_metrics
 from async_rl.base.telemetry.timeline import Sample, Span, State, Usage
@@ -202,6 +202,21 @@ def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: 
         covered_s = sum(end - start for start, end in slices) / 1e6
         assert covered_s == pytest.approx(sum(s.end_s - s.start_s for s in run.spans if s.pool == pool))
         assert all(before[1] <= after[0] for before, after in pairwise(slices))
+
+
+@pytest.mark.parametrize(("evaluated", "start", "end"), [((0, 2), 0.3, 0.5), ((0, 1), 0.3, None), ((1, 2), None, 0.5)])
+def test_accuracies_of_start_and_end_are_of_version_0_and_the_last_version(
+    tmp_path: Path, evaluated: tuple[int, int], start: float | None, end: float | None
+) -> None:
+    log = make_log(tmp_path)
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 30.0),)))
+    for version, accuracy in zip(evaluated, (0.3, 0.5), strict=True):
+        log.add_eval(EvaluationDone(version=version, metrics=(Metric("eval/accuracy", accuracy),)))
+    for step in (1, 2):
+        log.add("learner/0", learner_step(step, step * 10.0 - 10, step * 10.0))
+    summary = log.summary({})
+    log.close()
+    assert (summary["accuracy_start"], summary["accuracy_end"]) == (start, end)
 
 
 def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> None:

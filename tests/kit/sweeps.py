@@ -101,7 +101,8 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     sync = workload.sync_s / workload.every_steps / result.step_s
     summary = {
         "steps": steps, "seconds": (steps - 1) * result.step_s, "staleness_mean": result.mean_staleness,
-        "staleness_max": level.max, "occupancy/rollout": result.in_flight,
+        "staleness_max": level.max, "occupancy/rollout": result.in_flight, "accuracy_start": 0.3,
+        "accuracy_end": accuracy,
         "buffer": {"buffer/trained": 16.0 * steps, "buffer/dropped_late": 4.0},
         **{f"utilisation/{kind}/{state}": 0.0 for kind in ("learner", "rollout") for state in STATES[1:]},
         "utilisation/learner": result.utilisation, "utilisation/rollout": result.rollout,

@@ -256,7 +256,7 @@ def stages(run: Run) -> Stages:
     train = [value for step in steps if (value := step.get("time/train_s")) is not None]
     running = 1.0  # with depth 0 or drain no group is in flight during a push
     if Bound.of_config(run.config["staleness"]).depth and run.config["weight_sync"]["on_update"] != "drain":
-        busy, paused = (float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync"))
+        busy, paused = run.summary_value("utilisation/rollout"), run.summary_value("utilisation/rollout/sync")
         running = 1 - paused / max(busy + paused, 1e-9)
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))

@@ -97,20 +97,14 @@ class Run:
         value = self.figures.get(key)
         return math.nan if value is None else value
 
+    def summary_value(self, key: str) -> float:
+        """Return a number of summary.json; nan if the run did not measure it."""
+        value = self.summary.get(key)
+        return math.nan if value is None else float(value)
+
     def measured(self, key: str) -> list[float]:
         """Return the values of the metric `key`, of every step that measured it."""
         return [value for step in self.steps if (value := step.get(key)) is not None]
-
-    @property
-    def accuracy_start(self) -> float:
-        """The held-out accuracy of version 0; nan if that was not evaluated."""
-        return self.evals[0][2] if self.evals and self.evals[0][0] == 0 else math.nan
-
-    @property
-    def accuracy_end(self) -> float:
-        """The held-out accuracy of the version that the last step produced; nan if that was not evaluated."""
-        accuracy = self.steps[-1].get("eval/accuracy") if self.steps else None
-        return math.nan if accuracy is None else accuracy
 
     @property
     def improvement(self) -> float:
@@ -119,15 +113,14 @@ class Run:
         Without evaluations, it is the mean reward of the last tenth of the steps minus the first tenth's.
         """
         if self.evals:
-            return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan
+            return self.summary_value("accuracy_end") - self.summary_value("accuracy_start")
         rewards = self.measured("reward/mean")
         tenth = max(1, len(rewards) // 10)
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
 
     def values(self) -> dict[str, float]:
         """Return the values for the tables of a report, by name; nan for values that the run did not measure."""
-        summary = self.summary
-        dropped, trained = (summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
+        dropped, trained = (self.summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
         values = {
             "is_variance": self.figure(IS_VARIANCE),
             "kl": self.figure(KL),
@@ -135,17 +128,17 @@ class Run:
             "improvement": self.improvement,
             "steps_per_minute": 60 / self.figure("time/step_s"),
             "tokens_per_s": self.figure("throughput/trained_tokens_per_s"),
-            "learner": float(summary.get("utilisation/learner", math.nan)),
-            "rollout": float(summary.get("utilisation/rollout", math.nan)),
-            "occupancy": float(summary.get("occupancy/rollout", math.nan)),
-            "gpu_learner": float(summary.get("gpu/learner", math.nan)),
-            "gpu_rollout": float(summary.get("gpu/rollout", math.nan)),
-            "staleness_mean": float(summary["staleness_mean"] or 0.0),
-            "staleness_max": float(summary["staleness_max"] or 0.0),
+            "learner": self.summary_value("utilisation/learner"),
+            "rollout": self.summary_value("utilisation/rollout"),
+            "occupancy": self.summary_value("occupancy/rollout"),
+            "gpu_learner": self.summary_value("gpu/learner"),
+            "gpu_rollout": self.summary_value("gpu/rollout"),
+            "staleness_mean": self.summary_value("staleness_mean"),
+            "staleness_max": self.summary_value("staleness_max"),
             "train_s": self.figure("time/train_s"),
             "push_s": self.figure("time/push_s"),
-            "accuracy_start": self.accuracy_start,
-            "accuracy_end": self.accuracy_end,
+            "accuracy_start": self.summary_value("accuracy_start"),
+            "accuracy_end": self.summary_value("accuracy_end"),
             "reward_mean": self.figure("reward/mean"),
             "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),
             "truncated": self.figure("offpolicy/truncated_fraction"),
@@ -186,7 +179,24 @@ def read_run(folder: Path) -> Run:
         ConfigError: the run has continued after the end described in summary.json, or a file is missing or damaged.
     """
     try:
-        return _read_run(folder)
+        record = read_record(folder)
+        config = read_yaml((folder / "config.yaml").read_text())[0]
+        labels = dict(record.labels) if record else {}
+        labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
+        labels.setdefault(SEED, str(config["run"]["seed"]))
+        records = read_metrics(folder / "metrics.jsonl")
+        steps = [record for record in records if "staleness/max" in record]
+        versions, ends_s = [0.0, *(step["step"] or 0.0 for step in steps)], [0.0, *seconds_at(steps)]
+        evals = []
+        for values in records:
+            if (accuracy := values.get("eval/accuracy")) is not None:
+                version = values.get("eval/mean_version", values["step"]) or 0.0
+                evals.append((version, float(np.interp(version, versions, ends_s)), accuracy))
+        summary = json.loads((folder / "summary.json").read_text())
+        last_step = int(max((step["step"] or 0 for step in steps), default=0))
+        if not is_of_newest_end(summary, last_step, folder):
+            raise ConfigError(f"the run in {folder} has not ended: a report needs the summary.json of its end")
+        return Run(labels, summary, steps, evals, folder, config)
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -194,24 +204,3 @@ def read_run(folder: Path) -> Run:
             f"the run in {folder} can't be read: config.yaml, metrics.jsonl or summary.json is missing or damaged "
             f"({type(error).__name__}: {error}). Move its folder away, or put the file back"
         ) from None
-
-
-def _read_run(folder: Path) -> Run:
-    record = read_record(folder)
-    config = read_yaml((folder / "config.yaml").read_text())[0]
-    labels = dict(record.labels) if record else {}
-    labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
-    labels.setdefault(SEED, str(config["run"]["seed"]))
-    records = read_metrics(folder / "metrics.jsonl")
-    steps = [record for record in records if "staleness/max" in record]
-    versions, ends_s = [0.0, *(step["step"] or 0.0 for step in steps)], [0.0, *seconds_at(steps)]
-    evals = []
-    for values in records:
-        if (accuracy := values.get("eval/accuracy")) is not None:
-            version = values.get("eval/mean_version", values["step"]) or 0.0
-            evals.append((version, float(np.interp(version, versions, ends_s)), accuracy))
-    summary = json.loads((folder / "summary.json").read_text())
-    last_step = int(max((step["step"] or 0 for step in steps), default=0))
-    if not is_of_newest_end(summary, last_step, folder):
-        raise ConfigError(f"the run in {folder} has not ended: a report needs the summary.json of its end")
-    return Run(labels, summary, steps, evals, folder, config)

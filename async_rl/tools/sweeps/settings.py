@@ -8,7 +8,7 @@ lowest staleness, and has another name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from async_rl.tools.sweeps.cells import SEED, STALENESS, Bound
@@ -89,51 +89,40 @@ def settings_of(runs: Iterable[Run]) -> list[Setting]:
         of_runs = [run.values() for run in same]
         rows.append(Setting(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
     for row in rows:
+        others = _others(rows, row)
+        freshest = _lowest(others).runs if len(others) > 1 else ()
         row.values.update(zip(WORTH, _worth(row, synchronous_runs(rows, row)), strict=True))
-        row.values.update(zip(WORTH_BY_REWARD, _worth_by_reward(row, _others(rows, row)), strict=True))
+        row.values.update(zip(WORTH_BY_REWARD, _worth(row, freshest, by_reward=True), strict=True))
     return rows
 
 
-def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
-    if why_unknown([run.evaluations for run in synchronous]) or _lacks_error(row, synchronous):
-        return [[math.nan] * len(row.runs)] * 2
-    if row.staleness.max == 0:
-        return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
-    return _compared(row, synchronous, lambda run: run.evaluations, within=False)
+def _worth(row: Setting, base: Sequence[Run], *, by_reward: bool = False) -> list[list[float]]:
+    """Return the efficiency and the effective steps per minute of each run of `row`, as in `efficiency.per_seed`.
 
+    Args:
+        base: the runs to compare with.
+    """
 
-def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float]]:
-    other = _lowest(others)
-    curves = [evaluations_of(run.policy_curve) for run in other.runs]
-    if len(others) == 1 or why_unknown(curves, "reward") or _lacks_error(row, other.runs):
+    def learned(run: Run) -> Evaluations:
+        return evaluations_of(run.policy_curve) if by_reward else run.evaluations
+
+    curves = [(run.labels[SEED], learned(run)) for run in base]
+    unknown = why_unknown([curve for _, curve in curves], "reward" if by_reward else "accuracy")
+    if unknown or _lacks_error(row, base):
         return [[math.nan] * len(row.runs)] * 2
-    if row is other:
-        return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
-    return _compared(row, other.runs, lambda run: evaluations_of(run.policy_curve), within=True)
+    speeds = row.values["steps_per_minute"]
+    if row.runs[0] in base:
+        return [[1.0] * len(row.runs), speeds]
+    seeds = [run.labels[SEED] for run in row.runs]
+    own = dict(zip(seeds, map(learned, row.runs), strict=True))
+    found = effective_steps(own, dict(zip(seeds, speeds, strict=True)), curves, within=by_reward)
+    return [[float(value) for value in values] for values in found.T]
 
 
 def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
     """Return whether `row` has several seeds but would be compared with a single one, whose curve has an unknown error.
     """
     return len({run.labels[SEED] for run in others}) == 1 < len(row.runs)
-
-
-def _compared(
-    row: Setting, others: Sequence[Run], learned: Callable[[Run], Evaluations], *, within: bool
-) -> list[list[float]]:
-    """Return the efficiency and the effective steps per minute of each run of `row`, see `efficiency.per_seed`.
-
-    Args:
-        others: the runs to compare with.
-        learned: returns the evaluations of a run.
-        within: see effective_steps.
-    """
-    found = effective_steps(
-        {run.labels[SEED]: learned(run) for run in row.runs},
-        {run.labels[SEED]: speed for run, speed in zip(row.runs, row.values["steps_per_minute"], strict=True)},
-        [(run.labels[SEED], learned(run)) for run in others], within,
-    )
-    return [[float(value) for value in values] for values in found.T]
 
 
 def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 
 from async_rl.base.errors import AsyncRLError, ConfigError, ProcessDiedError, RewardError, WaitTimeoutError
 from async_rl.base.messages.reports import ServersLost, StepDone
-from async_rl.run.processes import server_pool
+from async_rl.base.telemetry.status import format_status
+from async_rl.run.processes import server_pool, watchdog
 from tests.kit.fake_servers import GONE, FakeServers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]  # together they wait for seconds
@@ -180,18 +181,29 @@ async def test_a_joiner_that_gets_no_weights_in_time_is_tried_less_and_less_ofte
         assert run.pool.servers["rollout/1"].retry_s == 0.0
 
 
-async def test_below_the_minimum_the_learner_pauses_and_goes_on_when_enough_serve(open_run: OpenRun) -> None:
+async def test_below_the_minimum_the_learner_pauses_and_goes_on_when_enough_serve(
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.0)
     run = open_run({"min": 2, "max": 3})
+
+    async def first_line() -> str:
+        await run.watchdog.look()
+        return format_status(run.config.run_dir).splitlines()[0]
+
     async with run.going_on():
         await run.until(lambda: len(run.serving()) == 3)
+        assert (await first_line()).endswith(": running")
         run.slow = {"rollout/1", "rollout/2"}
         run.die("rollout/1")
         await run.until(lambda: run.starts["rollout/1"] == 2)
         assert run.learner.pauses == []
         run.die("rollout/2")
         await run.until(lambda: run.learner.pauses == ["pause"])
+        assert (await first_line()).endswith(": paused: fewer than 2 rollout servers serve")
         run.slow = {"rollout/1"}
         await run.until(lambda: run.learner.pauses == ["pause", "go_on"])
+        assert (await first_line()).endswith(": running")
         assert run.serving() == ["rollout/0", "rollout/2"]
 
 

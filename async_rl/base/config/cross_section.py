@@ -165,7 +165,7 @@ def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, s
     if not servers:
         return
     for unfit, key, hint in (
-        (server_url, "rollout.server_urls", "The URL names the run's only server. Leave it empty."),
+        (server_url, "rollout.server_urls", "The run starts no servers then. Leave it empty."),
         (evaluation.num_prompts == 0, "eval.num_prompts 0",
          "There are no held-out prompts then. Set eval.num_prompts."),
         (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),

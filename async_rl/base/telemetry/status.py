@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def format_status(run_dir: Path) -> str:
     try:
         saved = json.loads((run_dir / "status.json").read_text())
         age_s, statuses = time.time() - saved["time_s"], [_known(entry) for entry in saved["processes"]]
+        servers = f"\n{_table(server_table(saved))}" if saved.get("servers") else ""
         text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
     except OSError as error:
         raise ConfigError(
@@ -139,35 +140,41 @@ def format_status(run_dir: Path) -> str:
         since = f"{status.waited_s:.0f} s"
         rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))
     about = [f"{status.process}: {status.about}\n" for status in statuses if status.about]
-    others = [each for each in saved.get("servers", ()) if each["state"] != "serving"]
-    states = [f"{each['name']}: {each['state']} for {_age(each['since_s'])}\n" for each in others]
-    return text + _table(rows) + "".join((*about, *states))
+    return text + _table(rows) + "".join(about) + servers
+
+
+def server_table(saved: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of the servers in a status.json, its header first.
+
+    Its columns are the state, the host or URL, the version of the weights, the groups in flight, and for how long the
+    server has been in its state.
+
+    Raises:
+        KeyError, TypeError, AttributeError: the status has no servers that can be read.
+    """
+    groups = {each["process"]: each.get("groups", 0) for each in saved["processes"]}
+    rows = [("server", "state", "host or URL", "version", "groups", "for")]
+    for each in saved["servers"]:
+        version = str(each["version"]) if each["version"] >= 0 else "-"
+        count = str(groups.get(each["name"], 0)) if each["name"].startswith("rollout") else "-"
+        age = f"{max(0.0, saved['time_s'] - each['since_s']):.0f} s"
+        rows.append((each["name"], each["state"], each["place"], version, count, age))
+    return rows
 
 
 def format_servers(run_dir: Path) -> str:
-    """Return a table of the servers of a run: state, host or URL, version of the weights, groups in flight, since when.
+    """Return the table of the servers of a run as text.
 
     Raises:
         ConfigError: the folder has no readable status.json.
     """
     try:
-        saved = json.loads((run_dir / "status.json").read_text())
-        groups = {each["process"]: each.get("groups", 0) for each in saved["processes"]}
-        rows = [("server", "state", "host or URL", "version", "groups", "since")]
-        for each in saved["servers"]:
-            version = str(each["version"]) if each["version"] >= 0 else "-"
-            count = str(groups.get(each["name"], 0)) if each["name"].startswith("rollout") else "-"
-            rows.append((each["name"], each["state"], each["place"], version, count, _age(each["since_s"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _table(server_table(json.loads((run_dir / "status.json").read_text())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{run_dir} has no status.json with servers ({type(error).__name__}): it is not a run directory, or the "
             "run has just begun"
         ) from None
-    return _table(rows)
-
-
-def _age(since_s: float) -> str:
-    return f"{max(0.0, time.time() - since_s):.0f} s"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from async_rl.base.config.loading import YAMLError, read_yaml
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.resuming import resuming_since_s
-from async_rl.base.telemetry.status import NORMAL_END, STALE_S, goes_on, state_of
+from async_rl.base.telemetry.status import NORMAL_END, STALE_S, goes_on, server_table, state_of
 from async_rl.tools.view.journal_reader import JournalReader
 from async_rl.tools.view.metrics_file import MetricsFile
 from async_rl.tools.view.timeline_file import TimelineFile
@@ -37,8 +38,8 @@ class RunState:
     """An explanation for the user, as a sentence; empty if the name is enough."""
     processes: tuple[dict[str, Any], ...] = ()
     """For each process, the fields of telemetry.status.Status and `waited_s`; empty once the run has ended."""
-    servers: tuple[str, ...] = ()
-    """A line for each server that does not serve: its state, and since when; empty once the run has ended."""
+    servers: tuple[tuple[str, ...], ...] = ()
+    """The table of the servers, its header first; empty once the run has ended."""
 
 
 class RunFiles:
@@ -102,11 +103,10 @@ class RunFiles:
             "stopped writing": f"{silent}: it was killed, it hangs, or this is a copy.", "paused": f"The run is {note}",
         }.get(name, "")  # fmt: skip
         processes = tuple(_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict))
-        servers = tuple(
-            f"{each.get('name')}: {each.get('state')} for {max(0.0, saved['time_s'] - each.get('since_s', 0.0)):.0f} s"
-            for each in saved.get("servers", []) if isinstance(each, dict) and each.get("state") != "serving"
-        )
-        return RunState(name, text, processes, servers)
+        servers: list[tuple[str, ...]] = []
+        with suppress(KeyError, TypeError, AttributeError):  # damaged
+            servers = server_table(saved)
+        return RunState(name, text, processes, tuple(servers))
 
     @property
     def alarm_text(self) -> str:

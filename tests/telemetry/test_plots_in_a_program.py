@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
-from async_rl.base.telemetry.plots import plot_learning_curve, plot_timeline
+from async_rl.base.telemetry.plots import STATE_COLORS, plot_learning_curve, plot_timeline
 from async_rl.base.telemetry.timeline import Span
 
 pytestmark = pytest.mark.processes  # together they compute for long
@@ -40,3 +43,15 @@ def test_a_learning_curve_is_drawn_from_the_file_alone(
 def test_a_timeline_leaves_the_backend_of_the_program(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
     assert plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+
+
+def test_the_lane_of_a_server_is_empty_while_it_is_not_there(tmp_path: Path) -> None:
+    """Of the two shown seconds it is there for one."""
+
+    def pixels(there: dict[str, list[tuple[float, float]]]) -> int:
+        file, pool = tmp_path / "timeline.png", "rollout/1"
+        assert plot_timeline([Span(pool, "sync", 0, 3)], {pool: 1.0}, [1.0, 2.0, 3.0], file, there=there)
+        colour = to_rgb(STATE_COLORS["sync"])
+        return int((np.abs(imread(file)[..., :3] - colour).max(axis=-1) < 0.01).sum())
+
+    assert pixels({"rollout/1": [(0.5, 1.25), (2.25, 9.0)]}) / pixels({}) == pytest.approx(0.5, abs=0.05)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from async_rl.base.telemetry.timeline import ChromeTrace, Sample, Span
-from async_rl.tools.view.timeline_file import TimelineFile, step_ends_s
+from async_rl.base.telemetry.timeline import JOINED, LEFT, ChromeTrace, Sample, Span
+from async_rl.run.log.run_timeline import RunTimeline
+from async_rl.tools.view.timeline_file import Segment, TimelineFile, step_ends_s
 from tests.kit.view.run_dirs import write_timeline
 
 
@@ -51,6 +53,66 @@ def test_a_wait_for_a_batch_is_split_by_what_rollout_did(tmp_path: Path) -> None
     window = TimelineFile(tmp_path / "timeline.json").refresh().window(2, 2, number_of_first=1)
     assert window is not None
     assert window.waits_s == pytest.approx({"batch/sync": 0.5, "batch/wait_weights": 1.0, "batch/busy": 1.5})
+
+
+def test_a_wait_for_a_batch_is_split_by_the_servers_that_are_there(tmp_path: Path) -> None:
+    """rollout/1 joins at 3 s, rollout/0 leaves at 3.5 s and rollout/1 at 3.75 s; rollout/2 never joins again."""
+    trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
+    trace.add(
+        [
+            Span("learner/0", "busy", 0, 1, "update"), Span("learner/0", "wait_data", 1, 4, "batch"),
+            Span("learner/0", "busy", 4, 5, "update"), Span("rollout/0", "busy", 0, 5), Span("rollout/2", "eval", 0, 5),
+            Span("rollout/1", "wait_weights", 0, 5),
+        ],
+        [],
+    )  # fmt: skip
+    for pool, name, time_s in (
+        ("rollout/0", JOINED, 0.0), ("rollout/2", JOINED, 0.25), ("rollout/2", LEFT, 0.5), ("rollout/1", JOINED, 3.0),
+        ("rollout/0", LEFT, 3.5), ("rollout/1", LEFT, 3.75),
+    ):
+        trace.mark(pool, name, time_s)
+    trace.close()
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(2, 2, number_of_first=1)
+    assert window is not None
+    assert window.waits_s == pytest.approx({
+        "batch/busy": 2.0 + 0.5 / 2, "batch/wait_weights": 0.5 / 2 + 0.25, "batch/other": 0.25,
+    })  # fmt: skip
+    assert window.lanes["rollout/0"] == [Segment("busy", "", 0.0, 2.5)]
+    assert window.lanes["rollout/1"] == [Segment("wait_weights", "", 2.0, 2.75)]
+    assert window.lanes["rollout/2"] == []
+
+
+def test_the_lanes_of_a_run_whose_servers_come_and_go_have_the_shares_of_its_summary(tmp_path: Path) -> None:
+    def pause() -> float:
+        time.sleep(0.02)
+        return time.monotonic()
+
+    timeline = RunTimeline(tmp_path)
+    timeline.joined("rollout/0")
+    start_s, middle_s = pause(), pause()
+    timeline.end_step(middle_s)
+    timeline.joined("rollout/1")
+    wait_s = pause()
+    timeline.left("rollout/0")
+    end_s = pause()
+    timeline.add_spans([
+        Span("learner/0", "busy", start_s, middle_s, "update"),
+        Span("learner/0", "wait_data", middle_s, wait_s, "batch"),
+        Span("learner/0", "busy", wait_s, end_s, "update"), Span("rollout/0", "busy", start_s, wait_s),
+        Span("rollout/1", "sync", wait_s, end_s),
+    ])
+    timeline.end_step(end_s)
+    shares = timeline.usage_of_run().shares()
+    timeline.close()
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(2, 2, number_of_first=1)
+    assert window is not None
+    assert window.lanes.keys() == shares.keys() == {"learner/0", "rollout/0", "rollout/1"}
+    for pool, segments in window.lanes.items():
+        there_s = sum(each.end_s - each.start_s for each in segments)
+        assert there_s < window.duration_s or pool == "learner/0"
+        for state, share in shares[pool].items():
+            seconds = sum(each.end_s - each.start_s for each in segments if each.state == state)
+            assert seconds / there_s == pytest.approx(share, abs=1e-3), (pool, state)
 
 
 def test_steps_of_a_resumed_run_keep_their_numbers(tmp_path: Path) -> None:

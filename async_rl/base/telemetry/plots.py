@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_rl.base.telemetry.metrics import PLAIN, read_declarations, read_metrics
-from async_rl.base.telemetry.timeline import STATES, Span, State, state_changes
+from async_rl.base.telemetry.timeline import STATES, Span, State, state_changes, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ STEPS_SHOWN = 10
 
 def plot_timeline(
     spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path,
-    first_step: int = 1,
+    first_step: int = 1, there: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> Path | None:
     """Plot the middle STEPS_SHOWN learner steps to the image `path`; returns it, or None for less than two steps.
 
@@ -146,6 +146,7 @@ def plot_timeline(
         busy: each pool's busy share over all these steps, which is written next to its lane.
         step_ends_s: end of each learner step; the first step is start-up and is not drawn.
         first_step: the number of the first of these steps, above 1 in a resumed run.
+        there: [pool] the intervals while it was there. A pool without an entry was there all the time.
     """
     if len(step_ends_s) < 2 or not step_ends_s[-1] > step_ends_s[0]:
         return None
@@ -161,7 +162,9 @@ def plot_timeline(
     axes = figure.subplots()
     seen: set[State] = set()
     for row, pool in enumerate(pools):
-        for state, from_s, to_s in state_changes([s for s in shown if s.pool == pool], start_s, end_s):
+        of_pool = [span for span in shown if span.pool == pool]
+        windows = within((there or {}).get(pool), start_s, end_s)
+        for state, from_s, to_s in (each for window in windows for each in state_changes(of_pool, *window)):
             seen.add(state)
             axes.barh(row, to_s - from_s, left=from_s - start_s, height=0.8, color=STATE_COLORS[state], linewidth=0)
         axes.annotate(

@@ -142,8 +142,7 @@ class Usage:
             if pool not in self._spent_s:  # if it may join, it has joined just now
                 self._absent_s[pool] = self._window_s if there and pool in there else 0.0
                 self._spent_s[pool] = {}
-            cut = [(max(a, start_s), min(b, end_s)) for a, b in (there or {}).get(pool, [(start_s, end_s)])]
-            cut = [(first_s, last_s) for first_s, last_s in cut if first_s < last_s]
+            cut = within((there or {}).get(pool), start_s, end_s)
             self._absent_s[pool] += end_s - start_s - math.fsum(last_s - first_s for first_s, last_s in cut)
             spent_s = self._spent_s[pool]
             for window in cut:
@@ -211,6 +210,20 @@ class Usage:
         return metrics
 
 
+def within(
+    there: Sequence[tuple[float, float]] | None, start_s: float, end_s: float
+) -> list[tuple[float, float]]:
+    """Return the parts of [start_s, end_s) while a pool was there.
+
+    Args:
+        there: the intervals while it was there; None: it was there all the time.
+    """
+    if there is None:
+        return [(start_s, end_s)]
+    cut = [(max(from_s, start_s), min(to_s, end_s)) for from_s, to_s in there]
+    return [(from_s, to_s) for from_s, to_s in cut if from_s < to_s]
+
+
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:
     """Yield the states of one pool over [start_s, end_s) as (state, from, to), without gap or overlap.
 
@@ -276,13 +289,16 @@ class HostClocks:
 
 
 _SLICE = '{"ph": "X"'
+JOINED, LEFT = "joined", "left"
+"""The names of the instants in a trace at which a pool joins and leaves. A pool without them is there all the time."""
 
 
 class ChromeTrace:
     """A file of Trace Event JSON that is written during the run, one event per line, so that events need no memory.
 
     In the trace each pool is a process. Its spans are distributed over threads (lanes) so that spans of one thread do
-    not overlap, because a trace viewer draws only nested slices. Samples are counters.
+    not overlap, because a trace viewer draws only nested slices. Samples are counters. That a pool joins or leaves is
+    an instant.
 
     Args:
         origin_s: time.monotonic() at the start of the trace's clock; no span starts earlier.
@@ -321,6 +337,10 @@ class ChromeTrace:
                 ts = self._microseconds(sample.time_s)
                 self._write("C", sample.pool, ts=ts, name=sample.name, args={sample.name: sample.value})
         self._file.flush()  # the page of the run shows it now
+
+    def mark(self, pool: str, name: str, time_s: float) -> None:
+        """Write that a pool has JOINED or LEFT at `time_s`."""
+        self._write("i", pool, s="p", name=name, ts=self._microseconds(time_s))
 
     def clock_s(self, time_s: float) -> float:
         """Convert `time_s`, a value of time.monotonic(), to seconds on the clock of the trace."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_rl.base.messages.reports import TimedReport
 from async_rl.base.telemetry.plots import plot_timeline
-from async_rl.base.telemetry.timeline import ChromeTrace, HostClocks, Sample, Span, Usage
+from async_rl.base.telemetry.timeline import JOINED, LEFT, ChromeTrace, HostClocks, Sample, Span, Usage
 
 MOST_SAMPLES = 2**16
 """If more samples are in memory, for example while a pause stops the learner for days, each pool's are thinned out."""
@@ -48,11 +48,14 @@ class RunTimeline:
         there = self._there.setdefault(pool, [])
         if not there or there[-1][1] < math.inf:
             there.append((time.monotonic(), math.inf))
+            self._trace.mark(pool, JOINED, there[-1][0])
 
     def left(self, pool: str) -> None:
         """Record that a pool is there no more."""
-        if there := self._there.setdefault(pool, []):  # empty: it was never there
-            there[-1] = (there[-1][0], min(there[-1][1], time.monotonic()))
+        there = self._there.setdefault(pool, [])
+        if there and there[-1][1] == math.inf:
+            there[-1] = (there[-1][0], time.monotonic())
+            self._trace.mark(pool, LEFT, there[-1][1])
 
     def add(self, report: TimedReport) -> list[Span]:
         """Add the spans and samples of a report. Returns the spans with times of the driver's clock."""
@@ -98,8 +101,14 @@ class RunTimeline:
             usage = self.usage_of_run()
             self._write_trace(float("inf"))
             busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}
-            ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
-            plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png", self.first_step)
+            clock, now_s = self._trace.clock_s, time.monotonic()
+            ends_s = [clock(end_s) for end_s in self.step_ends_s]
+            there = {
+                pool: [(clock(from_s), clock(min(to_s, now_s))) for from_s, to_s in windows]
+                for pool, windows in self._there.items()
+            }
+            path = self._run_dir / "timeline.png"
+            plot_timeline(self._trace.spans(), busy, ends_s, path, self.first_step, there)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
         """Add samples, without those that follow too soon after the last sample with the same pool and name."""

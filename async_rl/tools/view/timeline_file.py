@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 from typing import Any
 
-from async_rl.base.telemetry.timeline import RESTART, Span, state_changes
+from async_rl.base.telemetry.timeline import JOINED, RESTART, Span, state_changes, within
 from async_rl.tools.view.growing_file import GrowingFile
 
 _start_s = attrgetter("start_s")
@@ -53,12 +55,14 @@ class TimelineFile(GrowingFile):
         self._spans: dict[int, list[Span]] = {}
         """The spans of each pid."""
         self._pools: dict[int, str] = {}
+        self._there: dict[int, list[tuple[float, float]]] = {}
+        """For each pid that has joined: the times from joining to leaving. The last one may be open, with infinity."""
         self._is_complete = False
         """Whether the run has ended and closed the file."""
 
     def _add(self, line: bytes) -> None:
         self._is_complete = line == b"]}\n"
-        if line.startswith((b'{"ph": "X"', b'{"ph": "M"')):
+        if line.startswith((b'{"ph": "X"', b'{"ph": "M"', b'{"ph": "i"')):
             with suppress(ValueError, KeyError, TypeError):  # damaged: one event is missing in its lane
                 self._add_event(json.loads(line.rstrip(b",\n")))
 
@@ -68,7 +72,15 @@ class TimelineFile(GrowingFile):
             if event["name"] == "process_name":
                 self._pools[pid] = str(event["args"]["name"])
             return
-        start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        start_s = event["ts"] / 1e6
+        if event["ph"] == "i":
+            there = self._there.setdefault(pid, [])
+            if event["name"] == JOINED:
+                there.append((start_s, inf))
+            elif there:
+                there[-1] = (there[-1][0], start_s)
+            return
+        end_s = (event["ts"] + event["dur"]) / 1e6
         name = "" if event["name"] == event["cat"] else str(event["name"])
         insort(self._spans.setdefault(pid, []), Span(str(pid), event["cat"], start_s, end_s, name), key=_start_s)
 
@@ -107,10 +119,13 @@ class TimelineFile(GrowingFile):
             # Before the first update the pools start up, which takes much longer than a step.
             first_update_s = next((span.start_s for span in learner if span.name == UPDATE), 0.0)
             start_s, end_s = ends_s[first_index - 1] if first_index else first_update_s, ends_s[last_index]
-            spans = {
-                self._pools.get(pid, str(pid)): _between(each, start_s, end_s) for pid, each in self._spans.items()
+            lanes = {
+                self._pools.get(pid, str(pid)): _segments(
+                    _between(each, start_s, end_s), within(self._there.get(pid), start_s, end_s), start_s
+                )
+                for pid, each in self._spans.items()
             }
-        segments = {pool: _segments(spans[pool], start_s, end_s) for pool in sorted(spans)}
+        segments = {pool: lanes[pool] for pool in sorted(lanes)}
         rollout = [of_pool for pool, of_pool in segments.items() if pool.startswith("rollout")]
         waiting = _between(learner, start_s, end_s)
         return Window(
@@ -138,16 +153,21 @@ def step_ends_s(learner: Sequence[Span]) -> list[float]:
     return [*ends_s, end_s] if has_trained else ends_s
 
 
-def _segments(spans: Sequence[Span], start_s: float, end_s: float) -> list[Segment]:
-    """Return the states of one pool over the window, without gap or overlap."""
+def _segments(spans: Sequence[Span], there: Sequence[tuple[float, float]], start_s: float) -> list[Segment]:
+    """Return the states of one pool while it is there, without overlap.
+
+    Args:
+        there: the parts of the window while it is there.
+        start_s: the start of the window.
+    """
     starts_s = [span.start_s for span in spans]
     segments: list[Segment] = []
-    for state, from_s, to_s in state_changes(spans, start_s, end_s):
+    for state, from_s, to_s in (each for part in there for each in state_changes(spans, *part)):
         middle_s = (from_s + to_s) / 2
         near = spans[max(0, bisect_right(starts_s, middle_s) - 16) : bisect_right(starts_s, middle_s)]
         name = next((s.name for s in reversed(near) if s.state == state and s.end_s > middle_s), "")
         last = segments[-1] if segments else None
-        if last and (last.state, last.name) == (state, name):
+        if last and (last.state, last.name, last.end_s) == (state, name, from_s - start_s):
             segments[-1] = Segment(state, name, last.start_s, to_s - start_s)
         else:
             segments.append(Segment(state, name, from_s - start_s, to_s - start_s))
@@ -171,18 +191,27 @@ def _batch_waits_s(
 ) -> dict[str, float]:
     """Return the learner's seconds of waiting for a batch, by what the rollout pools did meanwhile: `batch/STATE`.
 
-    Each pool has equal weight. While a lost rollout server was restarted, the state is `restart`.
+    At each moment the pools that are there have equal weight. While a lost rollout server was restarted, its state is
+    `restart`; while no server is there, the learner's state is `other`.
     """
     waits_s: dict[str, float] = {}
     for span in learner:
         if span.name != BATCH:
             continue
         first_s, last_s = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
-        for segments in rollout or [[Segment("other", "", 0.0, end_s - start_s)]]:
+        edges: list[tuple[float, int, str]] = []
+        for segments in rollout:
             begin = bisect_right(segments, first_s, key=lambda segment: segment.end_s)
             end = bisect_left(segments, last_s, key=lambda segment: segment.start_s)
             for segment in segments[begin:end]:
-                seconds = min(segment.end_s, last_s) - max(segment.start_s, first_s)
                 key = f"{BATCH}/{RESTART if segment.name == RESTART else segment.state}"
-                waits_s[key] = waits_s.get(key, 0.0) + seconds / max(1, len(rollout))
+                edges += [(max(segment.start_s, first_s), 1, key), (min(segment.end_s, last_s), -1, key)]
+        counts, cursor_s = Counter[str](), first_s
+        for edge_s, change, key in [*sorted(edges), (last_s, 0, "")]:
+            if edge_s > cursor_s:
+                present = +counts or Counter([f"{BATCH}/other"])
+                for each, count in present.items():
+                    waits_s[each] = waits_s.get(each, 0.0) + (edge_s - cursor_s) * count / present.total()
+                cursor_s = edge_s
+            counts[key] += change
     return waits_s

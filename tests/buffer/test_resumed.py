@@ -25,6 +25,7 @@ from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed, opened_run
 from tests.kit.groups import assert_same, make_group, make_row
+from tests.kit.routing import tiny_experts
 from tests.kit.runs import make_checkpoint, training_state
 
 
@@ -119,14 +120,26 @@ def with_support(group: Group) -> Group:
     return dataclasses.replace(group, rows=tuple(rows))
 
 
+def with_experts(group: Group) -> Group:
+    """The group, each of whose tokens used the experts 0 and 1 of the first layer, and 2 and 3 of the second."""
+    fed = [len(group.prompt_tokens) + len(row.tokens) - 1 for row in group.rows]
+    experts = [np.tile(np.arange(4, dtype=np.uint8).reshape(2, 2), (tokens, 1, 1)) for tokens in fed]
+    rows = (dataclasses.replace(row, routing=used) for row, used in zip(group.rows, experts, strict=True))
+    return dataclasses.replace(group, rows=tuple(rows))
+
+
 @pytest.mark.parametrize(("sections", "lacking", "complete"), [
     ({"algorithm": {"advantage": "remax"}}, "baseline_reward",
      lambda slot: make_group(slot, baseline_reward=0.5)),
     ({"rollout": {"top_p": 0.9}}, "support", lambda slot: with_support(make_group(slot))),
-], ids=["remax", "supports"])
+    ({}, "routing", lambda slot: with_experts(make_group(slot))),
+], ids=["remax", "supports", "experts"])
 def test_groups_from_before_a_resume_that_lack_what_it_needs_are_made_again(
     sections: dict[str, Any], lacking: str, complete: Callable[[Slot], Group], tmp_path: Path
 ) -> None:
+    if lacking == "routing":
+        tiny_experts("Qwen3Moe").save_pretrained(tmp_path / "experts")
+        sections = {"model": {"path": tmp_path / "experts"}}
     again = changed(run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), **sections)
     with opened_run(again) as resumed, serving(resumed) as server:
         counters = server.counters()

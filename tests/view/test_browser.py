@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.base.telemetry.status import NORMAL_END, Status, write_status
+from async_rl.base.telemetry.status import NORMAL_END, ServerStatus, Status, write_status
 from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
 from tests.kit.view.run_dirs import HOSTILE, JournalWriter, append_step, make_chat, make_run
 from tests.kit.view.server import ViewServer
@@ -37,13 +37,16 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]
     writer.add_without_answers(22, "running")
     writer.close()
     status = Status(process="buffer", doing="answers", waits_on=WAITS_ON, since_s=0.0, limit_s=9.0)
-    write_status(run_dir, [status], "running")
+    server = ServerStatus(
+        name="rollout/0", state="serving", place="http://gpu-host-17.cluster.example:30000", version=21, since_s=0.0
+    )
+    write_status(run_dir, [status], "running", servers=[server])
     saved = json.loads((run_dir / "status.json").read_text())
     # The run counts as one that goes on until the last test ends, on a slow machine too.
     (run_dir / "status.json").write_text(json.dumps(saved | {"time_s": saved["time_s"] + 3600.0}))
-    server = ViewServer(folder)
-    yield run_dir, server.url
-    server.close()
+    view = ViewServer(folder)
+    yield run_dir, view.url
+    view.close()
 
 
 @pytest.fixture

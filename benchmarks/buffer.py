@@ -124,7 +124,8 @@ def run_encoded_producer(config: Config, address: str) -> None:
         socket.connect(address)
 
         def admit() -> int:
-            socket.send(pack_request("admit", number := next(ids), worker=WORKER, max_groups=1000, wait_s=5.0))
+            number = next(ids)
+            socket.send(pack_request("admit", number, worker=WORKER, incarnation=1, max_groups=1000, wait_s=5.0))
             return number
 
         asked = admit()
@@ -132,7 +133,8 @@ def run_encoded_producer(config: Config, address: str) -> None:
             reply = read_reply(receive(socket))
             if asked in reply.ids:
                 for slot in read_slots(reply.result):
-                    socket.send(pack_request("put", next(ids), worker=WORKER), zmq.SNDMORE)
+                    of_group = {"worker": WORKER, "incarnation": 1, "group_id": slot.group_id}
+                    socket.send(pack_request("put", next(ids), **of_group), zmq.SNDMORE)
                     socket.send(groups.encoded(slot))
                 asked = admit()
 

@@ -246,7 +246,9 @@ class WorkerClient:
         Raises:
             WireError: the buffer refuses the group. The group's slot is still in use: call `fail` to free it.
         """
-        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
+        reply = await self._call(
+            next(self._ids), "put", f"group {group.group_id}", encode_group(group), group_id=group.group_id
+        )
         same, in_row = reply.result["flat_groups"]
         self.flat_groups = (same, in_row)
         return bool(reply.result["stored"])

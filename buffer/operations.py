@@ -309,19 +309,19 @@ class Operations:
             WireError: the group is invalid, or differs from its grant.
         """
         worker, payload = self._worker(request.fields), request.payload[0]
+        slot = self.store.running_slot(request.fields.integer("group_id", 0), worker)
+        if slot is None:  # a repeated `put`, whose group need not be read
+            return False
         group = check_group(view(payload), self.limits)
         facts = group.facts
-        slot = self.store.running_slot(facts.group_id, worker)
-        if slot is None:
-            return False
-        for field in ("prompt_index", "start_version"):
+        for field in ("group_id", "prompt_index", "start_version"):
             got, granted = getattr(facts, field), getattr(slot, field)
             if got != granted:
                 raise WireError(f"{field}: got {got}, allowed {granted} as granted to group {slot.group_id}")
         announced = self.store.state.version
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
-        self.store.finish(facts.group_id, payload, Arrival.of(group), self._drop_equal, facts.data_row)
+        self.store.finish(slot.group_id, payload, Arrival.of(group), self._drop_equal, facts.data_row)
         self._can_start_one_more(worker)
         if self._record_group:
             self._record_group(group)

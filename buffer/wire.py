@@ -14,8 +14,9 @@ request with a lower number than it has seen. So a server that was replaced gets
     admit        A worker requests slots. While it waits, each of its groups that ends allows one slot more.
     prompts      A worker reports the sources of its prompts, before its first `admit`. {sources} has a pair for each
                  source: the number of prompts, and the number of prompts in an epoch.
-    put          A worker delivers a finished group. The result is {stored, flat_groups}: whether the group was new, and
-                 the counts described at WorkerClient.flat_groups.
+    put          A worker delivers a finished group; by the id in the header a repeat is known before it is read. The
+                 result is {stored, flat_groups}: whether the group was new, and the counts described at
+                 WorkerClient.flat_groups.
     fail         A worker gives up a running group, with the cause and the row of its prompt.
     aborts       A worker requests the ids of dropped groups that it still runs (staleness.on_late: drop). The result is
                  {groups}. The worker cancels these groups and lists them as {acknowledged} in its next request. Until
@@ -58,7 +59,7 @@ MAX_ANSWERED = 256
 _OPERATIONS = {
     "admit": ("worker", "incarnation", "max_groups", "wait_s"),
     "prompts": ("worker", "incarnation", "sources"),
-    "put": ("worker", "incarnation"),
+    "put": ("worker", "incarnation", "group_id"),
     "fail": ("worker", "incarnation", "group_id", "cause", "requeue", "data_row"),
     "aborts": ("worker", "incarnation", "acknowledged", "wait_s"),
     "take": ("version", "wait_s"),

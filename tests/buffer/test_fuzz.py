@@ -28,6 +28,7 @@ pytestmark = pytest.mark.processes  # together they compute for long
 TO_THE_OPERATIONS, WITH_EPISODES, OVER_A_SOCKET = 40_000, 15_000, 5_000
 FAR = 0x1111_1111_1111_1111
 """No five mutations make a small number of it."""
+FAILED = {"incarnation": 1, "cause": "no cause", "requeue": True, "data_row": 0}
 
 
 def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
@@ -46,14 +47,15 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
 
 def put_episodes(slot: Slot) -> list[bytes]:
     group = random_episodes(slot, np.random.default_rng(slot.group_id))
-    return [pack_request("put", 77, worker="rollout/0", incarnation=1), encode_group(group)]
+    header = pack_request("put", 77, worker="rollout/0", incarnation=1, group_id=slot.group_id)
+    return [header, encode_group(group)]
 
 
 def valid_messages(put: Callable[[Slot], list[bytes]]) -> list[list[bytes]]:
     worker = "rollout/0"
     return [
         *(put(dataclasses.replace(FIRST, group_id=i, prompt_index=i)) for i in range(4)),
-        [pack_request("fail", 5, worker=worker, incarnation=1, group_id=2, cause="no cause", requeue=True)],
+        [pack_request("fail", 5, worker=worker, group_id=2, **FAILED)],
         [pack_request("admit", 5, worker=worker, incarnation=1, max_groups=3, wait_s=0.0)],
         [pack_request("take", 5, version=0, wait_s=0.0)],
         [pack_request("served", 5, version=0)],
@@ -97,7 +99,7 @@ def test_mutated_messages_do_not_disturb_a_run() -> None:
     rng = random.Random(0)
     originals = [
         put_frames(dataclasses.replace(FIRST, group_id=FAR), worker="rubbish"),
-        [pack_request("fail", 5, worker="rubbish", incarnation=1, group_id=FAR, cause="no cause", requeue=True)],
+        [pack_request("fail", 5, worker="rubbish", group_id=FAR, **FAILED)],
         [pack_request("admit", 5, worker="rubbish", incarnation=1, max_groups=5, wait_s=0.0)],
         [pack_request("take", 5, version=FAR, wait_s=0.0)],
         [pack_request("served", 5, version=FAR)],
@@ -112,9 +114,7 @@ def test_mutated_messages_do_not_disturb_a_run() -> None:
             socket.connect(address)
             for _ in range(OVER_A_SOCKET):
                 socket.send_multipart(mutate(rng.choice(originals), rng) or [b""])
-            socket.send_multipart(
-                [pack_request("fail", FAR, worker="rubbish", incarnation=1, group_id=-1, cause="", requeue=False)]
-            )
+            socket.send_multipart([pack_request("fail", FAR, worker="rubbish", group_id=-1, **FAILED)])
             last = None
             while last != FAR:
                 assert socket.poll(10_000), "the buffer stopped answering"

@@ -14,7 +14,7 @@ from buffer.wire import pack_request
 from tests.kit.buffer.clients import FIRST, ask, put_frames, with_worker
 from tests.kit.groups import make_group, make_row
 
-PUT = pack_request("put", 77, worker="rollout/0", incarnation=1)
+PUT = pack_request("put", 77, worker="rollout/0", incarnation=1, group_id=0)
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
 FAILED = {"worker": "rollout/0", "incarnation": 1, "group_id": 0, "cause": "", "requeue": False, "data_row": 0}
@@ -44,6 +44,7 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
         ([PUT, b"?"], "message: got 63"),
         ([PUT, bytes(2 * 10**5)], "group: 200000 bytes"),
         (put_frames(dataclasses.replace(FIRST, group_id=99)), "group_id: got 99"),
+        ([PUT, put_frames(dataclasses.replace(FIRST, group_id=1))[1]], "group_id: got 1, allowed 0"),
         (put_frames(FIRST, worker="rollout/1"), "worker: got 'rollout/1'"),
         (put_frames(OTHER_PROMPT), "prompt_index: got 3"),
         (put_frames(OTHER_START), "start_version: got 1"),
@@ -66,6 +67,15 @@ def test_a_bad_message_is_refused_and_counted_and_changes_nothing(
 
     with_worker(buffer.address, put_granted)
     assert len(learner.take(0).groups) == 4
+
+
+def test_a_group_that_comes_again_is_not_read_again(buffer: BufferServer, learner: LearnerClient) -> None:
+    """So a repeated message costs nothing; here its second group could not even be read."""
+    with_worker(buffer.address, lambda worker: worker.admit(1))
+    assert ask(buffer.address, put_frames(FIRST))["result"]["stored"] is True
+    reply = ask(buffer.address, [PUT, b"?"])
+    assert (reply["error"], reply["result"]["stored"]) == ("", False)
+    assert buffer.counters()["buffer/refused"] == 0
 
 
 def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(

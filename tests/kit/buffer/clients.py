@@ -152,4 +152,5 @@ def ask(address: str, frames: list[bytes], wait_s: float = 5.0) -> dict[str, Any
 
 
 def put_frames(slot: Slot, worker: str = "rollout/0", **changes: Any) -> list[bytes]:
-    return [pack_request("put", 77, worker=worker, incarnation=1), encode_group(make_group(slot, **changes))]
+    header = pack_request("put", 77, worker=worker, incarnation=1, group_id=slot.group_id)
+    return [header, encode_group(make_group(slot, **changes))]

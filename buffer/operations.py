@@ -98,7 +98,7 @@ class Operations:
         self._has_prompts = False
         """Whether a worker has sent its prompts. False after a restart of the buffer."""
         self._incarnations: dict[str, int] = {}
-        """The newest known incarnation of each worker. Empty after a restart of the buffer."""
+        """The newest known incarnation of each worker that has started again; 1 of every other worker."""
         self._retired: dict[str, int] = {}
         """The incarnation of each worker that leaves. Empty after a restart of the buffer: the driver retires again."""
         self._parked: dict[tuple[str, str], Parked] = {}
@@ -108,16 +108,20 @@ class Operations:
         self._open_acks: dict[tuple[bytes, bool], Outgoing] = {}
         """Replies that later puts may share, by (client, whether the groups were stored)."""
 
-    def restore(self, refused: int, restarts: int) -> None:
+    def scalars(self) -> dict[str, Any]:
+        """Return what `restore` needs besides the store, as plain values for JSON."""
+        return {"refused": self.refused, "restarts": self.restarts, "incarnations": dict(self._incarnations)}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
         """Continue from the restored store after a restart of the buffer. Clients do not notice the restart.
 
         For example, a worker that repeats its last `admit` gets the same slots again.
 
         Args:
-            refused: the number of refused messages so far.
-            restarts: the number of restarts of the buffer so far.
+            scalars: the result of `scalars` before the restart.
         """
-        self.refused, self.restarts = refused, restarts
+        self.refused, self.restarts = scalars["refused"], scalars["restarts"] + 1
+        self._incarnations = dict(scalars["incarnations"])
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
         for last in state.rows():
@@ -294,12 +298,11 @@ class Operations:
         worker = fields.text("worker")
         if worker not in self._workers:  # a slot granted to an unknown worker would never be released
             raise fields.refuse("worker", f"one of the run's: {', '.join(self._workers)[:200]}")
-        newest, incarnation = self._incarnations.get(worker, 0), fields.integer("incarnation", 1)
+        newest, incarnation = self._incarnations.get(worker, 1), fields.integer("incarnation", 1)
         if incarnation < newest:
             raise fields.refuse("incarnation", f"{newest}: a later start of {worker} has taken its place")
-        if newest and incarnation > newest:
+        if incarnation > newest:
             self.abandon(worker, incarnation)
-        self._incarnations[worker] = incarnation
         return worker
 
     def _put(self, request: Request) -> bool:
@@ -336,7 +339,7 @@ class Operations:
         """Return the number of slots that each worker with a parked `admit` gets now; {} if no slot can be granted."""
         asked = {
             worker: parked.max_groups for (op, worker), parked in self._parked.items()
-            if op == "admit" and self._incarnations[worker] > self._retired.get(worker, 0)
+            if op == "admit" and self._incarnations.get(worker, 1) > self._retired.get(worker, 0)
         }
         if asked and len(self._seen_workers) >= self._fewest_workers and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())

@@ -67,7 +67,7 @@ class BufferServer:
         if found := journal.load() if journal else None:
             rows, scalars, streaks = found
             state.restore(rows, scalars, streaks)
-            self._operations.restore(scalars["refused"], scalars["restarts"] + 1)
+            self._operations.restore(scalars)
         elif saved := resumed_training_state(config):
             self._resume(saved, config.run_dir)
         self._lock = threading.Lock()
@@ -176,9 +176,7 @@ class BufferServer:
 
     def _commit(self) -> None:
         if self._journal:
-            operations = self._operations
-            more = {"refused": operations.refused, "restarts": operations.restarts}
-            self._journal.commit({**self._store.state.scalars(), **more})
+            self._journal.commit({**self._store.state.scalars(), **self._operations.scalars()})
 
 
 BIND_S = 10.0

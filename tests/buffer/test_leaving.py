@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.base.errors import WireError
 from async_rl.base.types import Slot
 from buffer.client import WorkerClient
 from buffer.journal import FILE_NAME
@@ -89,6 +90,20 @@ def test_lost_groups_have_ended_in_the_journal_before_the_driver_hears_of_it(tmp
         killed = shutil.copytree(config.run_dir, tmp_path / "killed")
     with closing(sqlite3.connect(killed / FILE_NAME)) as journal:
         assert journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'running'").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the driver told", "the successor asked"])
+def test_a_server_that_was_replaced_gets_no_slots_from_a_later_buffer(tmp_path: Path, told: bool) -> None:
+    config = journalled(tmp_path, placement=UP_TO_TWO)
+    with serving_until_a_crash(config) as server, learner_at(server):
+        if told:
+            assert server.abandon("rollout/0", 2) == 0
+        else:
+            with_worker(server.address, lambda worker: worker.tell_prompts([(9, 9)]), incarnation=2)
+    with serving(config) as server:
+        with pytest.raises(WireError, match="incarnation: got 1"):
+            with_worker(server.address, admit)
+        assert len(with_worker(server.address, admit, incarnation=2)) == 8
 
 
 def test_the_first_slots_do_not_wait_for_a_worker_that_is_lost_before_it_asks() -> None:

@@ -20,6 +20,7 @@ from async_rl.base.messages.codec import GroupColumns, check_group
 from async_rl.base.messages.fields import Fields
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import MAX_CAUSE_CHARS
+from buffer.prompt_order import MAX_PROMPTS
 from buffer.store import Store, buffer_checkpoint
 from buffer.stored_group import Arrival, Frame, view
 from buffer.wire import (
@@ -285,6 +286,8 @@ class Operations:
         for source in sources:
             if not (isinstance(source, list) and [type(each) for each in source] == [int, int] and min(source) > 0):
                 raise fields.refuse("sources", "a list of pairs of whole numbers above 0")
+        if (most := max(map(sum, zip(*sources, strict=True)))) > MAX_PROMPTS:
+            raise fields.refuse("sources", f"at most {MAX_PROMPTS} prompts, of all sources and in an epoch", most)
         prompts = self.store.state.prompts
         if self.store.draw and self._has_prompts and prompts.sources != sources:
             raise fields.refuse(

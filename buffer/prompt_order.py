@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 EPOCHS_KEPT = 4
 MAX_PROMPTS = 2**26
-"""The most prompts of an epoch. Their order takes 8 bytes of memory a prompt: 2 GiB for the EPOCHS_KEPT epochs that a
-process keeps, and 4 GiB while it shuffles another one."""
+"""The most prompts of all sources, and of an epoch. An epoch's order takes 8 bytes of memory a prompt: 2 GiB for the
+EPOCHS_KEPT epochs that a process keeps, and 4 GiB while it shuffles another one."""
 
 
 class PromptOrder:

@@ -18,6 +18,7 @@ PUT = pack_request("put", 77, worker="rollout/0", incarnation=1, group_id=0)
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
 FAILED = {"worker": "rollout/0", "incarnation": 1, "group_id": 0, "cause": "", "requeue": False, "data_row": 0}
+PROMPTS = {"worker": "rollout/0", "incarnation": 1}
 FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int32)))}
 
 
@@ -40,6 +41,8 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
         ([pack_request("fail", 77, **FAILED | {"group_id": 9})], "group_id: got 9"),
         ([pack_request("fail", 77, **FAILED | {"requeue": 1})], "requeue: got 1"),
         ([pack_request("fail", 77, **FAILED | {"data_row": -2})], "data_row: got -2"),
+        ([pack_request("prompts", 77, **PROMPTS, sources=[[2**26, 1], [1, 1]])], "sources: got 67108865"),
+        ([pack_request("prompts", 77, **PROMPTS, sources=[[1, 2**26], [1, 1]])], "sources: got 67108865"),
         ([PUT], "message: 1 frames"),
         ([PUT, b"?"], "message: got 63"),
         ([PUT, bytes(2 * 10**5)], "group: 200000 bytes"),

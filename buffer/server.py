@@ -165,14 +165,14 @@ class BufferServer:
     def _receive(self) -> None:
         end_s = time.monotonic() + LONGEST_TURN_S
         for _ in range(MESSAGES_A_TURN):
-            if time.monotonic() > end_s:
-                return
             try:
                 identity, *frames = receive(self._socket.router, zmq.NOBLOCK)
             except zmq.Again:
                 return
             with self._lock:
                 self._operations.handle(identity.bytes, frames)
+            if time.monotonic() >= end_s:
+                return
 
     def _commit(self) -> None:
         if self._journal:

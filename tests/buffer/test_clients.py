@@ -13,7 +13,9 @@ from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.operations import fair_shares
 from buffer.server import BufferServer
-from tests.kit.buffer.clients import QUICK, TIMEOUTS, learner_at, run_pipeline, with_worker
+from buffer.stored_group import receive
+from buffer.wire import read_reply
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, learner_at, put_frames, run_pipeline, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group
@@ -63,6 +65,22 @@ def test_slots_are_shared_by_what_workers_can_start_by_then_and_not_when_they_as
 
     with serving(buffer_config(prompts_per_step=4, workers=2)) as server, learner_at(server) as learner:
         assert asyncio.run(two_batches(server.address, learner)) == [3, 2, 2]
+
+
+def test_a_turn_that_takes_long_answers_before_it_reads_on(
+    buffer: BufferServer, learner: LearnerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that the buffer reads in one turn share an answer. Here each message is a long turn."""
+    monkeypatch.setattr("buffer.server.LONGEST_TURN_S", 0.0)
+    slots = with_worker(buffer.address, lambda worker: worker.admit(4))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(buffer.address)
+        for slot in slots:
+            socket.send_multipart(put_frames(slot))
+        for _ in slots:
+            assert socket.poll(5000), "no answer"
+            assert len(read_reply(receive(socket)).ids) == 1
 
 
 def test_shares_go_to_the_workers_with_the_fewest_running() -> None:

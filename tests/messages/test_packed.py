@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,6 +165,40 @@ def test_a_decompression_bomb_takes_no_memory() -> None:
     for size in (2**28, 1000):
         with pytest.raises(WireError, match="support"):
             check_group(msgpack.packb(message | {"support": [size, bomb]}), limits)
+
+
+MANY = 2**20
+WHOLE_SETS = leb128([MANY, 0, MANY, MANY]) + 3 * (b"\0" + b"\1" * (MANY - 1))
+"""The supports of `two_rows` if each token was drawn from the whole of a vocabulary."""
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "times"),
+    [
+        (bytes(2**24), "a logprob of each id", 6),  # the bytes, a mark for each, and 4 bytes for each number
+        (WHOLE_SETS + bytes(3 * MANY), "add up to 1", 18),  # also 4 bytes for an id, its logprob and each step to them
+    ],
+    ids=["no sets", "whole sets"],
+)
+def test_a_column_that_is_refused_has_taken_few_times_its_size(data: bytes, expected: str, times: int) -> None:
+    message, limits = with_column(data), dataclasses.replace(LIMITS, needs_support_logprobs=True)
+    assert len(message) < 2**16, "it would take more memory than its sender's message"
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="support") as refused:
+            check_group(message, limits)
+        assert tracemalloc.get_traced_memory()[1] < times * len(data) + 2**21
+    finally:
+        tracemalloc.stop()
+    assert expected in str(refused.value)
+
+
+def test_ids_far_beyond_every_vocabulary_are_refused() -> None:
+    """Each difference is below 2^20, but their sums would come back to small ids in 32 bits."""
+    steps = [4, *[2**20 - 1] * 4096, 4096 + 66, 70_000, 1, 1]
+    assert sum(steps[:-3]) == 2**32 + 70
+    with pytest.raises(WireError, match="ascending"):
+        check_group(with_column(leb128([4098, 0, 1, 2, *steps])), LIMITS)
 
 
 def test_logprobs_of_ids_survive_a_message_to_a_65536th_of_a_nat() -> None:

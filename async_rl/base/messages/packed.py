@@ -7,7 +7,8 @@
     routing    the experts [P + T - 1, layers, k] of each row, one row after the other; those of the prompt as
                differences to the first row's, which are mostly 0
 
-Reading a column never takes more memory than its limit: the size comes first, and zstd writes no byte beyond it.
+A column is never larger than its limit: the size comes first, and zstd writes no byte beyond it. Reading a support
+takes at most 18 times its size before compression.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PER_NAT = 2**16
 """Logprobs of ids are rounded to steps of 1 / PER_NAT nats."""
 LARGEST_SURPRISE = 4095.0
 """The largest -logprob that fits into a varint; a probability of e^-4095 is 0."""
+PART_BYTES = 2**16
+"""A column is decoded in parts of this size."""
 MASS_ERROR = 1e-3
 """How far the sum of a support's probabilities may be from 1."""
 
@@ -97,22 +100,27 @@ def read_supports(
         allowed = f"1..{max_ids} ids for a trained token" if mask[at] else "no ids for a token that is not trained"
         raise refuse_element(name, sizes, is_bad, lengths, allowed)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    owners = np.repeat(np.arange(len(tokens)), sizes)
-    sums = np.cumsum(steps)
-    ids = sums - np.concatenate([[0], sums])[offsets[:-1]][owners]
-    is_first = np.diff(owners, prepend=-1) > 0
-    if ((steps == 0) & ~is_first).any() or (len(ids) and ids.max() >= MAX_VOCABULARY):
+    firsts, sizes = offsets[:-1][mask], sizes[mask]  # of the trained tokens, which alone have ids
+    is_repeated = steps == 0
+    is_repeated[firsts] = False
+    ids = np.cumsum(steps, dtype=np.int32)
+    # These sums may wrap. In a token's own ids one is refused before they do, as each step is below MAX_VOCABULARY.
+    ids -= np.repeat(ids[firsts] - steps[firsts], sizes)
+    if is_repeated.any() or max(steps.max(), ids.max()) >= MAX_VOCABULARY:
         raise fields.refuse(name, f"different ids in 0..{MAX_VOCABULARY - 1} for each token, ascending")
-    is_own = np.bincount(owners[ids == tokens[owners]], minlength=len(tokens)) > 0
-    if (is_bad := mask & ~is_own).any():
+    is_bad = mask.copy()
+    is_bad[mask] = ~np.logical_or.reduceat(ids == np.repeat(tokens[mask], sizes), firsts)
+    if is_bad.any():
         raise refuse_element(name, tokens, is_bad, lengths, "a token of the set that it was sampled from")
     logprobs = None
     if has_logprobs:
-        logprobs = (-surprises / PER_NAT).astype(np.float32)
-        mass = np.bincount(owners, np.exp(logprobs), minlength=len(tokens))
-        if (is_bad := mask & (np.abs(mass - 1) > MASS_ERROR)).any():
+        logprobs = (-surprises).astype(np.float32)
+        logprobs /= PER_NAT
+        mass = np.ones(len(tokens))
+        mass[mask] = np.add.reduceat(np.exp(logprobs), firsts, dtype=np.float64)
+        if (is_bad := np.abs(mass - 1) > MASS_ERROR).any():
             raise refuse_element(name, mass, is_bad, lengths, "probabilities that add up to 1")
-    return Support(ids.astype(np.int32), offsets, logprobs)
+    return Support(ids, offsets, logprobs)
 
 
 def pack_routing(name: str, group: Group) -> list[Any] | None:
@@ -236,15 +244,24 @@ def to_varints(values: npt.NDArray[np.int64]) -> bytes:
     return data.tobytes()
 
 
-def from_varints(fields: Fields, name: str, data: bytes) -> npt.NDArray[np.int64]:
-    """Decode the varints in `data`. Raises WireError if one is too long, or the last one is incomplete."""
+def from_varints(fields: Fields, name: str, data: bytes) -> npt.NDArray[np.int32]:
+    """Decode the varints in `data`. Raises WireError if one is too long, or the last one is incomplete.
+
+    It takes memory for the result and PART_BYTES of the data at a time.
+    """
     octets = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(octets < 0x80)
-    lengths = np.diff(ends, prepend=-1)
-    if (len(octets) and octets[-1] >= 0x80) or (len(lengths) and lengths.max() > VARINT_BYTES):
-        raise fields.refuse(name, f"whole varints of 1..{VARINT_BYTES} bytes", data)
-    values = np.zeros(len(ends), np.int64)
-    for i in range(VARINT_BYTES):
-        has_byte = lengths > i
-        values[has_byte] |= (octets[ends[has_byte] - lengths[has_byte] + 1 + i].astype(np.int64) & 0x7F) << 7 * i
+    values = np.empty(np.count_nonzero(octets < 0x80), np.int32)
+    at = number = 0
+    while at < len(octets):
+        part = octets[at : at + PART_BYTES]
+        ends = np.flatnonzero(part < 0x80)
+        lengths = np.diff(ends, prepend=-1)
+        if not len(ends) or lengths.max() > VARINT_BYTES:
+            raise fields.refuse(name, f"whole varints of 1..{VARINT_BYTES} bytes", data)
+        decoded = part[ends].astype(np.int32)  # the last byte of each has the highest bits
+        for i in range(1, VARINT_BYTES):
+            longer = np.flatnonzero(lengths > i)
+            decoded[longer] = decoded[longer] << 7 | part[ends[longer] - i] & 0x7F
+        values[number : number + len(ends)] = decoded
+        at, number = at + int(ends[-1]) + 1, number + len(ends)
     return values

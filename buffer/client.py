@@ -118,6 +118,10 @@ class LearnerClient:
         """
         self._call("served", version=version)
 
+    def ended(self, version: int) -> None:
+        """Report the end of training, before a push of averaged weights. Groups that arrive later are not stored."""
+        self._call("ended", version=version)
+
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
         """Return the buffer's part of a training checkpoint.
 

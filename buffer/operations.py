@@ -98,6 +98,8 @@ class Operations:
         self._seen_workers: set[str] = set()
         self._has_prompts = False
         """Whether a worker has sent its prompts. False after a restart of the buffer."""
+        self._has_ended = False
+        """Whether the servers may have weights that the learner does not train: then no group is stored."""
         self._incarnations: dict[str, int] = {}
         """The newest known incarnation of each worker that has started again; 1 of every other worker."""
         self._retired: dict[str, int] = {}
@@ -111,7 +113,10 @@ class Operations:
 
     def scalars(self) -> dict[str, Any]:
         """Return what `restore` needs besides the store, as plain values for JSON."""
-        return {"refused": self.refused, "restarts": self.restarts, "incarnations": dict(self._incarnations)}
+        return {
+            "refused": self.refused, "restarts": self.restarts, "incarnations": dict(self._incarnations),
+            "has_ended": self._has_ended,
+        }
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """Continue from the restored store after a restart of the buffer. Clients do not notice the restart.
@@ -122,7 +127,7 @@ class Operations:
             scalars: the result of `scalars` before the restart.
         """
         self.refused, self.restarts = scalars["refused"], scalars["restarts"] + 1
-        self._incarnations = dict(scalars["incarnations"])
+        self._incarnations, self._has_ended = dict(scalars["incarnations"]), scalars["has_ended"]
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
         for last in state.rows():
@@ -259,6 +264,9 @@ class Operations:
             case "served":
                 self.store.served(fields.integer("version", 0))
                 self._parked.pop((LEARNER, ""), None)  # likewise, of `may_push`
+            case "ended":
+                self.store.check_version(fields.integer("version", 0))
+                self._has_ended = True
             case "checkpoint":
                 self.store.check_version(fields.integer("version", 0))
                 return buffer_checkpoint(self.store.state)
@@ -309,14 +317,14 @@ class Operations:
         return worker
 
     def _put(self, request: Request) -> bool:
-        """Store the group of a `put` and return True. Returns False if the group was stored or dropped before.
+        """Store the group of a `put` and return True. Returns False if it was stored or dropped before, or is too late.
 
         Raises:
             WireError: the group is invalid, or differs from its grant.
         """
         worker, payload = self._worker(request.fields), request.payload[0]
         slot = self.store.running_slot(request.fields.integer("group_id", 0), worker)
-        if slot is None:  # a repeated `put`, whose group need not be read
+        if slot is None or self._has_ended:  # e.g. a repeated `put`, whose group need not be read
             return False
         group = check_group(view(payload), self.limits)
         facts = group.facts

@@ -28,6 +28,8 @@ request with a lower number than it has seen. So a server that was replaced gets
                  result may be {end}: the groups that the push waits for would all be dropped.
     trained      The learner reports its new version.
     served       The learner reports the version that all servers serve.
+    ended        The learner has trained its last batch, and will push the average of its weights (learner.ema_decay).
+                 Groups that arrive later are not stored, as they may have tokens of it.
     checkpoint   The learner requests the buffer's part of a checkpoint.
 
 admit, aborts, take and may_push are long polls: they are answered when there is something to report, at the latest
@@ -66,6 +68,7 @@ _OPERATIONS = {
     "may_push": ("version", "wait_s"),
     "trained": ("version",),
     "served": ("version",),
+    "ended": ("version",),
     "checkpoint": ("version",),
 }
 _REQUEST_FIELDS = {op: frozenset(("schema", "op", "id", *names)) for op, names in _OPERATIONS.items()}

@@ -253,8 +253,10 @@ class Learner:
         """Push the weights to every live server, verified with a row of `batch` if that is due. Returns lost servers.
 
         With `is_last` the average weights of learner.ema_decay are pushed: the run's result, which is evaluated and
-        saved.
+        saved. The buffer stores no group with tokens of it, which a longer run would take for those of this version.
         """
+        if is_last and self._client and self.config.learner.ema_decay:
+            self._client.ended(self.version)
         with self._timeline.span("sync", "push"), self._updater.averaged() if is_last else nullcontext():
             report, lost = self._weights.push(self.version, batch)
         self._push_spans += report.spans

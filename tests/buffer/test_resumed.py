@@ -19,6 +19,7 @@ from async_rl.base.types import Group, Slot, Support
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal import FILE_NAME, Journal
 from buffer.past_journal import import_past
+from buffer.server import BufferServer
 from buffer.wire import pack_request
 from tests.kit.buffer.clients import TIMEOUTS, ask, learner_at, with_worker
 from tests.kit.buffer.journal import exported, journalled, select
@@ -112,6 +113,35 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
         write_config(resumed)  # the first step of the resume has been logged
     rows = [row for row in exported(resumed) if row["state"] == "trained"]
     assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
+
+
+def test_groups_sampled_from_averaged_weights_are_made_again_after_a_resume(tmp_path: Path) -> None:
+    """The run's last push has the average of the weights, as version 1: a longer run must not take them for that."""
+    config = journalled(tmp_path, prompts_per_step=2)
+
+    def is_stored(server: BufferServer, group_id: int) -> bool:
+        slot = Slot(group_id=group_id, prompt_index=group_id, start_version=0)
+        group = make_group(slot, rows=(make_row(2, versions=np.array([0, 1], np.int32)),) * 2)
+        return with_worker(server.address, lambda worker: worker.put(group))
+
+    with serving_until_a_crash(config) as server, learner_at(server) as learner:
+        slots = with_worker(server.address, lambda worker: worker.admit(4))
+        for slot in slots[:2]:
+            with_worker(server.address, lambda worker, slot=slot: worker.put(make_group(slot)))
+        learner.take(0)
+        learner.trained(1)
+        assert is_stored(server, 2), "it has tokens of the weights themselves, from before the last push"
+        learner.ended(1)
+        plain = learner.buffer_checkpoint(1)
+    with serving_until_a_crash(config) as server:  # another buffer remembers it
+        assert not is_stored(server, 3)
+    make_checkpoint(config.run_dir, 1, buffer=plain)
+    again = changed(config, run={"resume": config.run_dir})
+    with opened_run(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
+        counters = server.counters()
+        assert (counters["buffer/depth"], counters["buffer/dropped_failed"]) == (1, 1), "groups 2 and 3"
+        granted = with_worker(server.address, lambda worker: worker.admit(1))
+        assert [slot.prompt_index for slot in granted] == [3], "its prompt is granted again"
 
 
 def with_support(group: Group) -> Group:

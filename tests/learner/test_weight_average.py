@@ -19,7 +19,7 @@ from learner.models.export import export
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.checkpointed import train
-from tests.kit.learner.fakes import FakePublisher, OpenRun
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun
 from tests.kit.learner.updates import weights_of
 
 pytestmark = pytest.mark.processes  # together they compute for long
@@ -79,8 +79,9 @@ def test_the_average_is_that_of_all_optimizer_steps_and_training_is_as_without_i
 
 
 def test_the_last_push_the_saved_models_and_an_export_have_the_average(
-    open_run: OpenRun, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher
+    open_run: OpenRun, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
+    publisher.calls = fake_buffer.calls
     learner = open_run(
         4, learner={"ema_decay": DECAY}, checkpoint={"every_steps": 2, "models_every_steps": 2},
         model=ModelConfig(path=str(tiny_model_path)),
@@ -90,6 +91,8 @@ def test_the_last_push_the_saved_models_and_an_export_have_the_average(
     run_dir = tmp_path / "run"
     model = load_file(run_dir / "model" / "model.safetensors")
     assert_equal(pushed[3], model)
+    calls = [call for call in publisher.calls if call[0] in ("trained", "ended", "push")]
+    assert calls[-3:] == [("trained", 4), ("ended", 4), ("push", 4)] and ("ended", 4) not in calls[:-2]
     assert_close(load_file(run_dir / "models" / "step_2" / "model.safetensors"), average_of(history[:3]))
     (run_dir / "config.yaml").write_text(dump_config(learner.config))
     for version, folder in ((4, run_dir / "model"), (2, run_dir / "models" / "step_2")):
@@ -99,8 +102,9 @@ def test_the_last_push_the_saved_models_and_an_export_have_the_average(
 
 
 def test_a_run_whose_batches_end_early_also_ends_with_a_push_of_the_average(
-    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
+    publisher.calls = fake_buffer.calls
     learner = open_run(9, learner={"ema_decay": DECAY})
     for report in learner.run():
         if report.version == 2 and not isinstance(report, TrainingEnded):
@@ -109,6 +113,8 @@ def test_a_run_whose_batches_end_early_also_ends_with_a_push_of_the_average(
     assert isinstance(report, TrainingEnded)
     assert_equal(publisher.weights, load_file(tmp_path / "run" / "model" / "model.safetensors"))
     assert not torch.equal(publisher.weights["model.norm.weight"], sampled_with["model.norm.weight"])
+    calls = [call for call in publisher.calls if call[0] in ("served", "ended", "push")]
+    assert calls[-3:] == [("served", 2), ("ended", 2), ("push", 2)], "the buffer knows before the push"
 
 
 def test_an_average_asked_for_at_a_resume_begins_with_the_weights_of_the_checkpoint(

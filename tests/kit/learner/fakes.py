@@ -44,6 +44,9 @@ class FakeClient:
     def served(self, version: int) -> None:
         self.calls.append(("served", version))
 
+    def ended(self, version: int) -> None:
+        self.calls.append(("ended", version))
+
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
         self.calls.append(("buffer_checkpoint", version))
         return {}

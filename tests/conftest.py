@@ -30,7 +30,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("RAY_worker_niceness", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-hypothesis.settings.register_profile("repeatable", derandomize=True)  # new examples are for `make nightly`
+hypothesis.settings.register_profile("default", deadline=None)  # a busy host may take long for an example
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)  # new ones are for `make nightly`
 hypothesis.settings.load_profile("repeatable")
 gc.set_threshold(50_000)  # else the garbage collector takes an eighth of the time of imports
 warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit

@@ -39,8 +39,8 @@ class Mode(ABC):
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.holds_admission = rules.drain
-        """Whether no group may start while a push waits for running groups."""
+        self.holds_admission = rules.drain and not rules.exact
+        """Whether no group may start while a push waits for running groups. In exact mode it waits for new ones too."""
 
     def capacity(self, state: StoreState) -> int:
         """Return how many groups may start now; 0 before the first version is served."""
@@ -132,7 +132,6 @@ class _ByDeadline(Mode):
         used = sorted(state.used.values(), key=_oldest_first)[: size - fresh]
         return sorted(finished, key=_oldest_first)[:fresh] + used
 
-
     def _by_deadline(self, state: StoreState) -> tuple[Counter[int], Counter[int]]:
         """Return two counters keyed by start version + staleness.max: the numbers of finished and of running groups."""
         bound = self.rules.max_staleness
@@ -202,10 +201,6 @@ class Exact(Mode):
 
     Every token is exactly staleness.max versions old. Only the first batches have younger tokens.
     """
-
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
-        self.holds_admission = False  # a push waits until the groups of its batches were admitted, too
 
     def batches_of_new(self, state: StoreState, number: int) -> list[int]:
         live = (state.running, state.finished, state.held)

@@ -130,9 +130,9 @@ class Operations:
         self._incarnations, self._has_ended = dict(scalars["incarnations"]), scalars["has_ended"]
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
-        for last in state.rows():
-            slots = [row.slot for row in state.running.values() if row.request_id == last.request_id]
-            self._last_grant[last.worker] = (last.request_id, pack_slots(slots))
+        for worker, request_id in {row.worker: row.request_id for row in state.rows()}.items():
+            slots = [row.slot for row in state.running.values() if row.request_id == request_id]
+            self._last_grant[worker] = (request_id, pack_slots(slots))
         if state.next_group_id:  # a group was granted, so all workers had asked
             self._seen_workers.update(self._workers)
 

@@ -110,19 +110,19 @@ class Store:
             data_row: the row of the prompt in task.path, or its number in another task.
         """
         assert self.state.served_version is not None
-        row, version = self.state.running[group_id], self.state.served_version
-        arrived: dict[str, Any] = {"payload": payload, "arrival": arrival, "finished_version": version}
-        arrived["data_row"] = data_row
+        row = self.state.running[group_id]._replace(
+            payload=payload, arrival=arrival, finished_version=self.state.served_version, data_row=data_row
+        )
         self.flat.add(arrival)
         if self.draw:
             self.draw.arrived(row.prompt_index, arrival, self.state.prompts)
         if drop_equal and arrival.equal_rewards:
-            self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
+            self.state.drop(row, "zero_variance", requeue=False)
             self.flat.num_dropped += 1
             self.end_reason = self.flat.why_nothing_is_left(self.state.version, self.state.prompts.num_per_epoch)
         else:
             self.end_reason = ""
-            self.state.put(row, "finished", **arrived)
+            self.state.put(row, "finished")
 
     def fail(self, group_id: int, cause: str, requeue: bool, data_row: int = -1) -> None:
         """Drop a running group that has no result, and free its slot. With `requeue` a later group gets its prompt.

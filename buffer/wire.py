@@ -184,9 +184,8 @@ def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "gauges", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
-    flags = {name for name in sizes if name.startswith("needs_")}
     read: dict[str, Any] = {
-        name: size_fields.boolean(name) if name in flags else size_fields.integer(name, 0) for name in sizes
+        name: size_fields.boolean(name) if name.startswith("needs_") else size_fields.integer(name, 0) for name in sizes
     }
     limits = Limits(**read)
     finished = fields.items("finished_versions", 0, _MAX_BATCH)

@@ -17,7 +17,7 @@ class WaitTimeoutError(AsyncRLError, TimeoutError):
     """A wait reached its time limit. The message says who waited for whom, for what, and for how long.
 
     Args:
-        names: if several calls were made together, those that were still running.
+        names: if several calls were made together, the one that timed out by itself, or those that were still running.
     """
 
     def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
@@ -52,15 +52,19 @@ class WireError(AsyncRLError, ValueError):
 
 
 class WeightSyncError(AsyncRLError):
-    """A weight push or another request to a rollout server failed, or its weights differ from the learner's."""
+    """A weight push or another request to a rollout server failed, or its weights differ from the learner's.
 
-
-class ServersSilentError(WeightSyncError):
-    """The servers `names` did not answer before a push began. If all answer again, the push can be repeated."""
+    Args:
+        names: if several calls were made together, the one that failed.
+    """
 
     def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.names = names
+
+
+class ServersSilentError(WeightSyncError):
+    """The servers `names` did not answer before a push began. If all answer again, the push can be repeated."""
 
 
 class RewardError(AsyncRLError):

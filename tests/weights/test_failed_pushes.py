@@ -238,6 +238,28 @@ def test_a_push_that_broke_while_every_server_answers_is_repeated_once(outlives_
             push(publisher)
 
 
+def refuse(*_: Any) -> None:
+    raise WeightSyncError("another shape")
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [*((name, refuse) for name in ("pause", "begin_update", "end_update", "value_sums", "resume")),
+     ("unloaded_weights", lambda: ["another shape"])],
+)  # fmt: skip
+def test_of_servers_that_join_together_only_the_one_that_refuses_is_lost(call: str, answer: Any) -> None:
+    servers = [AnyServer(sums=(0.0, 0.0)) for _ in range(3)]
+    setattr(servers[1], call, answer)
+    filler = publisher_for(changed(CONFIG, rollout={"engine": OBJECT_ENGINE}), [url_of(each) for each in servers])
+    filler.lost_within_s, filler.outlives_servers = 0.1, True
+    checks = {"erases": True, "compares": True}
+    assert push(filler, **checks).repeats  # a push that broke is tried once more
+    report = push(filler, **checks)
+    assert names(report.lost) == ("rollout/1",) and "another shape" in report.cause
+    assert not push(filler, **checks).has_failed
+    assert filler.members.names == ("rollout/0", "rollout/2")
+
+
 class UnloadedServer(AnyServer):
     """A server that does not know one of its weights by the name that is pushed."""
 

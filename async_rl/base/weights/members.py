@@ -201,8 +201,8 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
         what: describes the calls in errors.
 
     Raises (the returned function does):
-        WeightSyncError: a call failed; the message names it. Other calls may still run.
-        WaitTimeoutError: a call raised it, or calls still run after `limit`; the message names them.
+        WeightSyncError: a call failed; message and `names` name it. Other calls may still run.
+        WaitTimeoutError: a call raised it, or calls still run after `limit`; message and `names` name them.
     """
     futures: dict[str, Future[Any]] = {name: Future() for name in calls}
     deadline = time.monotonic() + limit.seconds
@@ -218,7 +218,7 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
         for name, future in futures.items():
             if future in done and (error := future.exception()):
                 kind = WaitTimeoutError if isinstance(error, WaitTimeoutError) else WeightSyncError
-                raise kind(f"{what}: {name} failed: {error}") from error
+                raise kind(f"{what}: {name} failed: {error}", (name,)) from error
         if running:
             names = tuple(sorted(name for name, future in futures.items() if future in running))
             raise WaitTimeoutError(f"{what}: the learner waited {limit} for {', '.join(names)}", names)

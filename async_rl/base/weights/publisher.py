@@ -309,13 +309,11 @@ class WeightPublisher:
         lost = wait_for_silent(self.members.probes(), self.lost_within_s)
         repeats = not lost and self._may_repeat(error)
         if not (lost or repeats) and self.outlives_servers:
-            lost = self.members.names
-            if isinstance(error, ServersSilentError):
-                lost = error.names
-            elif isinstance(error, WaitTimeoutError):
+            named = tuple(sorted({*self.members.names} & {*error.names}))
+            if isinstance(error, WaitTimeoutError):
                 # while weights are sent, servers wait for each other: who is late may not be who hangs
-                late = () if was_sending else tuple(sorted({*self.members.names} & {*error.names}))
-                lost = self._give_up(was_sending) or late or lost
+                named = self._give_up(was_sending) or (() if was_sending else named)
+            lost = named or self.members.names
         if not (lost or repeats):
             raise error
         dead = self.members.remove(lost)
@@ -407,8 +405,7 @@ class WeightPublisher:
                 if not dead:
                     if not self.outlives_servers:
                         raise
-                    late = calls.keys() & {*getattr(error, "names", ())}
-                    return dict.fromkeys(late or calls, str(error))
+                    return dict.fromkeys(calls.keys() & {*error.names} or calls, str(error))
                 calls = {name: call for name, call in calls.items() if name not in dead}
         return {name: difference(name, served, learner_logprobs, tolerance) for name, served in scores.items()}
 
@@ -431,7 +428,7 @@ def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
                 f"{VERIFICATION}: the push did not reach {len(weights)} weights of {name}, which would stay "
                 f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
                 "weights under the names of its folder. Set another rollout.engine; if you know that training "
-                "never changes these weights, set weight_sync.verify_every: 0"
+                "never changes these weights, set weight_sync.verify_every: 0", (name,),
             )
 
 

@@ -1,23 +1,4 @@
-"""The servers of a run. First start, restart, joining and leaving are one path.
-
-States of a server (`ServerState`):
-
-               engine up, connected         has the weights           is to leave
-    starting ───────────────────> filling ─────────────────> serving ─────────────> draining
-        ^                            │                          │                       │ has no group any more,
-        │                            │ lost                     │ lost                  v or leave_s are over
-        └────────────────────────────┴──────────────────────────┴─────────────────── gone
-          if it is still wanted; its groups are granted to other servers
-
-    starting   A host with room is found, then the process and its engine start.
-    filling    The learner brings it its first weights. It has no slots yet, and disturbs no other server.
-    serving    It gets slots, pushes and evaluations.
-    draining   It gets no slots and no pushes. Its groups may end. A server that leaves before it serves ends at once.
-    gone       It has no process. It is started again on a host with room, unless it was removed.
-
-Evaluation servers and judge servers follow the same path, but are not filled: they serve as soon as the learner has
-started. An evaluation server gets its first weights with the next evaluation, a judge server gets none.
-"""
+"""The servers of a run. First start, restart, joining and leaving are one path, see server_state.py."""
 
 from __future__ import annotations
 
@@ -26,8 +7,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from async_rl.base.config import Config, Limit
@@ -40,6 +19,7 @@ from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import server_class
 from async_rl.run.processes.lives import Change, Lives, LostError
 from async_rl.run.processes.placement import runs_here
+from async_rl.run.processes.server_state import Server, ServerState
 from async_rl.run.processes.watchdog import Watchdog
 
 SMALLER = 0.9
@@ -56,53 +36,6 @@ LONGEST_RETRY_S = 300.0
 """The longest such wait. It has no limit for a server that is lost while it is filled: each try delays the learner."""
 NO_SERVERS = "rollout servers"
 """What a learner waits on that is paused because fewer servers than placement.rollout.servers.min serve."""
-
-
-class ServerState(Enum):
-    """The state of a server; the module's docstring has the diagram."""
-
-    STARTING = "starting"
-    FILLING = "filling"
-    SERVING = "serving"
-    DRAINING = "draining"
-    GONE = "gone"
-
-
-@dataclass(slots=True)
-class Server:
-    """A server and its state."""
-
-    name: str
-    attached_url: str = ""
-    """The URL of a server that the run does not start; empty: the run starts it."""
-    state: ServerState = ServerState.GONE
-    since_s: float = field(default_factory=time.time)
-    """When it got into this state, in seconds since the epoch."""
-    url: str = ""
-    """Where its engine answers, or its last engine; empty before the first start."""
-    is_known: bool = False
-    """Whether the learner knows this start of it."""
-    filled: asyncio.Future[int] | None = None
-    """The wait for its first weights; the result is their policy version."""
-    version: int = -1
-    """The version of its weights by the last report; -1: none of the learner's."""
-    retry_s: float = 0.0
-    """The wait before its next start; 0 unless it has failed to start since it served last."""
-    drain_end_s: float = 0.0
-    """If it drains: when that ends, in time.monotonic()."""
-
-    def enter(self, state: ServerState) -> None:
-        self.state, self.since_s = state, time.time()
-
-    @property
-    def kind(self) -> str:
-        """The kind of server: rollout, eval or judge."""
-        return self.name.partition("/")[0]
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it has started and connected."""
-        return self.state in (ServerState.FILLING, ServerState.SERVING)
 
 
 class ServerPool:

@@ -20,27 +20,32 @@ from rollout_server.episodes.endpoint.request import (
     checked_stop,
     ignored_in,
     invalid,
+    refuse_unknown,
     sse,
     tool_schema,
-    unsupported,
 )
 
-_REFUSED = {
-    "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
-}  # fmt: skip
-"""Parameters that get status 400. Each has the value that is accepted because it requests nothing."""
+_IGNORED: dict[str, tuple[Any, ...]] = {**IGNORED, "verbosity": ()}
+WITHOUT_EFFECT = (
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "stream_options", "user",
+)  # fmt: skip
+"""OpenAI's parameters that don't change a reply. Nothing is stored, whatever `store` says."""
+_KNOWN = frozenset([
+    "max_completion_tokens", "max_tokens", "messages", "model", "stop", "stream", "tools", *_IGNORED, *WITHOUT_EFFECT,
+])  # fmt: skip
+_NOTHING = {"n": 1, "modalities": ["text"]}
 
 
 def read(body: Any) -> AgentRequest:
     """Check a JSON body and return it as a request.
 
     Raises:
-        RequestRefusedError: the body is invalid, or asks for something that the policy can't be trained on.
+        RequestRefusedError: the body is invalid, or has a parameter that is not supported.
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid("messages", "a list of messages", body)
-    if refused := [key for key, nothing in _REFUSED.items() if body.get(key) not in (None, nothing)]:
-        raise unsupported(refused)
+    refuse_unknown(body, _KNOWN, _NOTHING)
     tools, options = _tools(body.get("tools")), body.get("stream_options")
     return AgentRequest(
         messages=checked_messages(body["messages"]), stop=checked_stop(body.get("stop"), "stop"),
@@ -49,7 +54,7 @@ def read(body: Any) -> AgentRequest:
         tools=[] if body.get("tool_choice") == "none" else tools,
         stream=bool(body.get("stream")), model=str(body.get("model", "policy")),
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        ignored=ignored_in(body, IGNORED),
+        ignored=ignored_in(body, _IGNORED),
     )  # fmt: skip
 
 

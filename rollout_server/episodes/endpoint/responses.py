@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from rollout_server.episodes.conversation.session import Reply, is_same_reply
-from rollout_server.episodes.endpoint.chat_completions import openai_error
+from rollout_server.episodes.endpoint.chat_completions import WITHOUT_EFFECT, openai_error
 from rollout_server.episodes.endpoint.request import (
     IGNORED,
     AgentRequest,
@@ -25,13 +25,8 @@ from rollout_server.episodes.endpoint.request import (
 )
 
 _IGNORED = {**IGNORED, "reasoning": ({},), "text": ({"format": {"type": "text"}}, {})}
-_WITHOUT_EFFECT = (
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-    "stream_options", "user",
-)  # fmt: skip
-"""Parameters that don't change a reply. Nothing is stored, whatever `store` says."""
 _KNOWN = frozenset([
-    "input", "instructions", "max_output_tokens", "model", "stream", "tools", *_IGNORED, *_WITHOUT_EFFECT,
+    "input", "instructions", "max_output_tokens", "model", "stream", "tools", *_IGNORED, *WITHOUT_EFFECT,
 ])  # fmt: skip
 _NOTHING = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

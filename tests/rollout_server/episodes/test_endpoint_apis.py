@@ -245,6 +245,7 @@ REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [
         ({"messages": [user("a"), {"role": "tool", "content": "4"}]}, "messages[1]"),
         ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, ""), ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools"), ({"stop": [5]}, "stop"), (None, "JSON"),
+        ({"nonsense": 1}, "nonsense"), ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     )),
     ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
     ("responses", {"tools": [{"type": "web_search", "name": "x"}]}, "web_search"),

@@ -220,10 +220,10 @@ async def test_a_run_without_enough_servers_for_pause_s_ends(open_run: OpenRun) 
 
 
 async def test_a_run_with_a_fixed_number_of_servers_does_not_pause(open_run: OpenRun) -> None:
-    run = open_run(1, pause_s=0.05)
+    run = open_run(1, pause_s=1.0)  # the start has this limit too
     async with run.going_on():
         run.slow = {"rollout/0"}
         run.die("rollout/0")
         await run.until(lambda: run.starts["rollout/0"] == 2)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.2)
     assert run.learner.pauses == []

@@ -85,43 +85,39 @@ class RankMemoryEstimate:
 
         config, longest, held = self._config, self._config.longest_tokens, list(self._held())
         parts = {use: size for use, size, is_on_host in held if not is_on_host}
-        in_step = config.learner.prompts_per_step * config.max_rows_per_group
-        of_rank = -(-in_step // (config.algorithm.num_minibatches * config.batch_shares))
+        host = {use: size for use, size, is_on_host in held if is_on_host}
+        host["checkpoint being written"] = sum(network.saved // self.split for network in self.networks)
+        shares = config.algorithm.num_minibatches * config.batch_shares
+        of_rank = -(-config.learner.prompts_per_step * config.max_rows_per_group // shares)
         tokens = max_tokens * self.slices or config.learner.max_tokens_per_forward
         rows = min(of_rank, max(1, tokens // longest))
         is_first = of_rank <= rows  # there are no gradients of earlier micro-batches
         may_mask = config.rollout.group_size > 1 and config.model.attn_implementation in ("sdpa", "eager")
-        passes = {}
+        fixed, buckets, gathered = float(self.kept()), *self._push()
+        peaks = {"push": fixed + buckets + gathered}
+        fixed += buckets * (self.device_type == "cpu")  # there they are kept from push to push
+        objective = Objective(config)
+        critic_waits = not objective.trains_critic_first  # the policy's forward pass comes before its backward pass
         for network in [each for each in self.networks if each.trains.all]:
-            masked = may_mask and layout_of([SimpleNamespace(config=network.config)]).masked
+            role, masked = network.role, may_mask and layout_of([SimpleNamespace(config=network.config)]).masked
             row = measure_pass(
                 network.config, longest, self.dtype, checkpoints=checkpoints, masked=masked, slices=self.slices
             )
-            passes[network.role] = BackwardPass(
+            found = BackwardPass(
                 self, network, row, rows=rows, tokens=rows * longest // self.slices, is_first=is_first,
-                keeps_gradients=f"{network.role}: gradients" in parts,
+                keeps_gradients=f"{role}: gradients" in parts,
             )  # fmt: skip
-        fixed, buckets, gathered = float(self.kept()), *self._push()
-        peaks = {"push": fixed + buckets + gathered}
-        if self.device_type == "cpu":  # there buckets are kept from push to push
-            fixed += buckets
-        objective, policy = Objective(config), passes["policy"]
-        critic_waits = not objective.trains_critic_first  # the policy's forward pass comes before its backward pass
-        for role, each in passes.items():
-            there = fixed
             if role == "policy":  # the critic's pass is over
-                there += parts.get("critic: gradients", 0)
+                policy, there = found, fixed + parts.get("critic: gradients", 0)
             else:
-                there += 0 if is_first else parts.get("policy: gradients", 0)
+                there = fixed + (0 if is_first else parts.get("policy: gradients", 0))
                 there += policy.kept if critic_waits else 0
                 there += policy.root if critic_waits or objective.computes_proximal else 0  # a pass has gathered it
-            for moment, size in each.moments.items():
+            for moment, size in found.moments.items():
                 peaks[moment] = max(peaks.get(moment, 0.0), there + size)
-            parts[f"{role}: activations"], parts[f"{role}: gathered"] = round(each.kept), each.gathered
-            parts[f"{role}: logits and head"] = each.scores
+            parts[f"{role}: activations"], parts[f"{role}: gathered"] = round(found.kept), found.gathered
+            parts[f"{role}: logits and head"] = found.scores
         parts |= {"push buffers": buckets + gathered, "process": CONTEXT_BYTES[self.device_type]}
-        host = {use: size for use, size, is_on_host in held if is_on_host}
-        host["checkpoint being written"] = sum(network.saved // self.split for network in self.networks)
         return RankMemory(parts, host, {moment: round(size) for moment, size in peaks.items()})
 
     def kept(self) -> int:
@@ -131,17 +127,16 @@ class RankMemoryEstimate:
 
     def _held(self) -> Iterator[tuple[str, int, bool]]:
         """Yield (use, bytes, whether the host has it) of everything that a rank keeps in memory during a whole step."""
-        offload, moves = self._config.learner.offload, self.device_type != "cpu"
+        offload, offloads_reference = self._config.learner.offload, self._config.reference.offload
+        moves = self.device_type != "cpu"
         for network in self.networks:
-            role, trained = network.role, MASTER_BYTES * network.trains.all // self.split
-            if not trained:
-                offloads = moves and role == "reference" and self._config.reference.offload
-                yield f"{role}: weights", self.dtype.itemsize * network.has.all // self.split, offloads
-                continue
-            moves_all = moves and offload == "all"
-            yield f"{role}: weights", MASTER_BYTES * network.has.all // self.split, moves_all
-            yield f"{role}: gradients", trained, moves_all
-            yield f"{role}: optimizer state", network.state // self.split, moves and offload != "none"
+            role, trained = network.role, network.trains.all
+            moves_all = moves and (offload == "all" if trained else role == "reference" and offloads_reference)
+            itemsize = MASTER_BYTES if trained else self.dtype.itemsize
+            yield f"{role}: weights", itemsize * network.has.all // self.split, moves_all
+            if trained:
+                yield f"{role}: gradients", MASTER_BYTES * trained // self.split, moves_all
+                yield f"{role}: optimizer state", network.state // self.split, moves and offload != "none"
             if network.average:
                 yield f"{role}: average", network.average // self.split, moves_all
 
@@ -249,17 +244,17 @@ class MemoryPlan:
         self.estimate = RankMemoryEstimate(config, "cuda" if rank_gpus else "cpu")
         policy, dtype, tp = self.estimate.networks[0], self.estimate.dtype, placement.rollout.tp
         model = policy.config.get_text_config()
-        # Bytes of a server on one device: weights, one token in its KV cache, and what it takes outside its share.
+        # Bytes of a server on a device: weights, next ones as they arrive, a token's KV, and what is outside its share.
         self.weights = dtype.itemsize * policy.base // tp
+        self.staged = self.weights if config.weight_sync.double_buffer == "device" else 0
         self.kv_token = kv_token_bytes(model, str(dtype).removeprefix("torch."), tp)
         self.extra = GRAPHS_BYTES + batch_bytes(config, model)
         # Tokens of all answers that may be in flight at a server.
         self.answer_tokens = config.max_running_replies * config.longest_tokens
         # Servers may use a share of the rank's GPU while it trains, or in turn with it.
-        is_shared = 0 < rank_gpus < 1 and not rollout.server_url
-        self.is_shared = is_shared and not config.shares_gpus
+        self.is_shared = 0 < rank_gpus < 1 and not rollout.server_url and not config.shares_gpus
         if self.on_gpu:
-            per_gpu = 1 if placement.colocated or not is_shared else placement.num_servers
+            per_gpu = placement.num_servers if self.is_shared and not placement.colocated else 1
             rank = total - IN_TURNS_BYTES if config.shares_gpus else total
             if self.is_shared:
                 rank = round(total * (1 - rollout.gpu_memory_utilization)) - per_gpu * self.extra
@@ -273,8 +268,6 @@ class MemoryPlan:
         self.rank_room, self.server_room = max(0, rank), server
         asked = config.learner.gradient_checkpointing
         self.checkpoints = asked is True or (asked == "auto" and not self.estimate.fits_plain(self.rank_room))
-        # Bytes of a server's device for its next weights while they arrive.
-        self.staged = self.weights if config.weight_sync.double_buffer == "device" else 0
         left = max(0, self.server_room - self.weights) // self.kv_token  # tokens that the KV cache has room for
         self.kv_tokens = left if self.on_gpu else min(left, self.answer_tokens)
 
@@ -294,20 +287,16 @@ class MemoryPlan:
             ConfigError: even the smallest micro-batches don't.
         """
         try:
-            needed = 0 if surely_fits(self.config, self.rank_room) else self.rank_memory().peak
+            if surely_fits(self.config, self.rank_room) or (needed := self.rank_memory().peak) <= self.rank_room:
+                return []
         except NotImplementedError as error:
             return [f"the learner's memory is not checked: {error}"]
-        if needed <= self.rank_room:
-            return []
-        place = "a GPU" if self.on_gpu else "this host"
-        text = (
-            f"a learner rank needs {_size(needed)}, of {place} with {_size(self.total)} it has {_size(self.rank_room)}"
-        )
+        of = f"{'a GPU' if self.on_gpu else 'this host'} with {_size(self.total)}"
+        text = f"a learner rank needs {_size(needed)}, of {of} it has {_size(self.rank_room)}"
         offload = "learner.offload: moments or all, more learner ranks on GPUs of their own, or " if self.on_gpu else ""
         mend = f"{'a lower rollout.gpu_memory_utilization, ' if self.is_shared else ''}{offload}a smaller model"
         least = -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
-        fewest = self.estimate.rank_memory(checkpoints=True, max_tokens=least).peak
-        if fewest > self.rank_room:
+        if (fewest := self.estimate.rank_memory(checkpoints=True, max_tokens=least).peak) > self.rank_room:
             raise ConfigError(
                 f"memory: {text}, and with checkpointing and the smallest micro-batches {_size(fewest)}. Set {mend}"
             )
@@ -318,32 +307,27 @@ class MemoryPlan:
 
     def check_servers(self) -> None:
         """Raise ConfigError if a GPU has too little memory for a server's share, its weights and one answer."""
-        if not self.on_gpu:
+        if not self.on_gpu or self.config.rollout.server_url:
             return
-        left, total, share = self.total - self.server_room, _size(self.total), _size(self.server_room)
-        asked = f"rollout.gpu_memory_utilization {self.config.rollout.gpu_memory_utilization}"
-        if self.staged and left < self.staged + self.extra:
-            raise ConfigError(
-                f"weight_sync.double_buffer device needs {_size(self.staged)} of a server's GPU once more, and "
-                f"activations {_size(self.extra)}; {asked} leaves {_size(left)} of {total}. Lower it, or set "
-                "weight_sync.double_buffer: host"
-            )
-        if self.config.rollout.server_url:
-            return
+        share, total = self.config.rollout.gpu_memory_utilization, _size(self.total)
+        given = f"rollout.gpu_memory_utilization {share} gives a server {_size(self.server_room)} of a GPU with {total}"
         least = self.weights + self.config.longest_tokens * self.kv_token
         if self.server_room < least:
             raise ConfigError(
-                f"{asked} gives a server {share} of a GPU with {total}: too little for its weights and one answer, "
-                f"{_size(least)}. Raise it, or placement.rollout.tp"
+                f"{given}: too little for its weights and one answer, {_size(least)}. Raise it, or placement.rollout.tp"
             )
-        kept = self.estimate.kept()
-        if self.config.shares_gpus and left < self.extra + kept:
-            fits = max(0, int(100 * (self.total - self.extra - kept) / self.total)) / 100
-            raise ConfigError(
-                f"memory: {asked} gives a server in its turn {share} of a GPU with {total}; its activations take "
-                f"{_size(self.extra)} and the learner keeps {_size(kept)}: more than the GPU has. Set rollout."
-                f"gpu_memory_utilization to {fits} or less, learner.offload: moments or all, or more learner ranks"
-            )
+        kept = self.estimate.kept() if self.config.shares_gpus else 0
+        for what, size, mend in (
+            ("its next weights", self.staged, "weight_sync.double_buffer: host"),
+            ("the learner", kept, "learner.offload: moments or all, or more learner ranks"),
+        ):
+            left = self.total - self.extra - size
+            if size and left < self.server_room:
+                raise ConfigError(
+                    f"memory: {given}; next to it {_size(self.extra)} of activations and {what} ({_size(size)}) don't "
+                    f"fit. Set rollout.gpu_memory_utilization to {max(0, int(100 * left / self.total)) / 100} or less, "
+                    f"or {mend}"
+                )
 
     def table(self) -> list[str]:
         """Return the lines of the table that `async-rl train --dry-run` prints: memory by rank and by server."""
@@ -354,16 +338,15 @@ class MemoryPlan:
             fullest = max(memory.peaks, key=memory.peaks.__getitem__)
             how = f"{fullest}, {'with' if self.checkpoints else 'without'} gradient checkpointing"
             lines.append(f"{rank} at most {_size(memory.peak)} at a time ({how}), has {_size(self.rank_room)}")
-            lines += [_line(name, size) for name, size in memory.parts.items() if size]
-            lines += [_line(f"{name} (host)", size) for name, size in memory.host.items() if size]
+            uses = memory.parts | {f"{name} (host)": size for name, size in memory.host.items()}
+            lines += [_line(name, size) for name, size in uses.items() if size]
         except NotImplementedError as error:
             lines.append(f"{rank} not computed: {error}")
         if self.config.rollout.server_url:
             return lines
         evaluating = f" and {placement.eval.servers} evaluation" if placement.eval.servers else ""
         lines += [f"each of {placement.rollout.servers} rollout{evaluating} server(s):", _line("weights", self.weights)]
-        if self.staged:
-            lines.append(_line("staged weights", self.staged))
+        lines += [_line("staged weights", self.staged)] if self.staged else []
         if self.config.weight_sync.delta:  # the weights that a sparse push is made against
             pushed = self.estimate.networks[0].has.all * self.estimate.dtype.itemsize
             lines.append(_line("pushed weights (host)", pushed) + "  of each GPU's process, and once at learner rank 0")

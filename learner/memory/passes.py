@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
 
+from learner.models.network import blocks_of
 from learner.models.sequence import head_repeats
 
 
@@ -67,8 +68,7 @@ def measure_pass(
     few, more = added_row(2), added_row(3)
     mask = dtype.itemsize * row_tokens**2 * masked
     kept, peak = (few + (more - few) * (config.num_hidden_layers - 2)) / slices + mask
-    _measured[key] = PassMemory(float(kept), float(peak))
-    return _measured[key]
+    return _measured.setdefault(key, PassMemory(float(kept), float(peak)))
 
 
 def _pass_bytes(
@@ -86,8 +86,7 @@ def _pass_bytes(
             for parameter in base.parameters():
                 if parameter.requires_grad:  # some models have parameters that are never trained
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)  # as FSDP takes them over, by block
-            blocks = set(base._no_split_modules or ()) if checkpoints else ()  # type: ignore[arg-type]
-            for block in [module for module in base.modules() if type(module).__name__ in blocks]:
+            for block in blocks_of(base) if checkpoints else ():
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
             mask = torch.zeros(rows, 1, row_tokens, row_tokens, dtype=dtype) if masked else None
             where = torch.arange(rows * row_tokens)
@@ -119,23 +118,19 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in existing}
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count((leaf._local_tensor if isinstance(leaf, DTensor) else leaf).untyped_storage())
+                storage = (leaf._local_tensor if isinstance(leaf, DTensor) else leaf).untyped_storage()
+                if storage not in self._seen:
+                    self._seen.add(storage)
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._seen:
-            return
-        self._seen.add(storage._cdata)
-        self.live += storage.nbytes()
+    def _add(self, num_bytes: int) -> None:
+        self.live += num_bytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._seen.discard(key)
-        self.live -= num_bytes

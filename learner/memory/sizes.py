@@ -10,10 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -22,17 +20,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from async_rl.base.config import Config, LearnerConfig
+from async_rl.base.host_memory import free_host_bytes
 from async_rl.base.models_and_data.model_folder import num_weights
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.loop.optimizer import open_optimizer, some_lr
-from learner.models.network import freeze
+from learner.models.network import blocks_of
+from learner.models.policy import choose_trained
 
 GIB = 2**30
 IN_TURNS_BYTES = 5 * GIB
 """GPU memory of a server that has released weights and KV cache, such as CUDA graphs. An estimate."""
 _MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
 """The engines' largest batches, of replies and of prompts."""
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MASTER_BYTES = 4
 """Bytes of a trained weight in float32. Its gradient has as many."""
 
@@ -96,27 +95,19 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
     lm = load_without_weights(key, path, "eager")  # sizes are the same with any attention, and every model has eager
     lm.config._attn_implementation = config.model.attn_implementation
     base = sum(parameter.numel() for parameter in lm.parameters())
-    if role == "policy" and config.model.lora.rank:
-        from learner.models.lora import add_adapters
-
-        add_adapters(lm, config.model.lora)
-    if role == "policy" and config.model.frozen:
-        freeze(lm, config.model.frozen)
-    if role not in ("policy", "critic"):
+    if role == "policy":
+        choose_trained(lm, config.model)
+    elif role != "critic":
         lm.requires_grad_(False)
-    names = set(lm._no_split_modules or ())
-    blocks = [list(module.parameters()) for module in lm.modules() if type(module).__name__ in names]
+    parameters, blocks = list(lm.parameters()), blocks_of(lm)
     embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    of_head = [head.weight] if head is not None and role in ("policy", "reference") else []
-    parameters = list(lm.parameters())
+    has_head = head is not None and role in ("policy", "reference")
 
     def counts(only_trained: bool) -> Counts:
-        def count(tensors: Iterable[Tensor]) -> int:
-            return sum(tensor.numel() for tensor in tensors if tensor.requires_grad or not only_trained)
-
-        of_blocks = [*map(count, blocks)]
-        number, largest_block = count(parameters), max(of_blocks, default=0)
-        return Counts(number, number - sum(of_blocks), largest_block, count(of_head), count([embeddings.weight]))
+        of = {each: each.numel() if each.requires_grad or not only_trained else 0 for each in parameters}
+        number, of_blocks = sum(of.values()), [sum(of[each] for each in block.parameters()) for block in blocks]
+        of_head = of[head.weight] if has_head else 0
+        return Counts(number, number - sum(of_blocks), max(of_blocks, default=0), of_head, of[embeddings.weight])
 
     trains = counts(True)
     return NetworkSizes(
@@ -124,7 +115,7 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
         state=state_bytes(config.learner, [parameter.shape for parameter in parameters if parameter.requires_grad]),
         average=MASTER_BYTES * trains.all if role == "policy" and config.learner.ema_decay else 0,
         largest=max(parameter.numel() for parameter in parameters),
-        is_tied=bool(of_head) and head.weight is embeddings.weight,
+        is_tied=has_head and head.weight is embeddings.weight,
     )  # fmt: skip
 
 
@@ -170,12 +161,11 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 def surely_fits(config: Config, room: int) -> bool:
     """Return whether a rough upper bound of a rank's memory fits `room` bytes. It saves measuring a pass, seconds."""
-    longest, needed = config.longest_tokens, 0
+    longest, is_eager, needed = config.longest_tokens, config.model.attn_implementation == "eager", 0
     for _, path in networks(config).values():
         model, weights = AutoConfig.from_pretrained(path).get_text_config(), num_weights(path)
         # for each token a layer makes about as many numbers as it has weights for each of its inputs
         numbers = 4 * weights // model.hidden_size
-        is_eager = config.model.attn_implementation == "eager"
         pairs = longest * (3 * model.num_hidden_layers * model.num_attention_heads if is_eager else 4)
         # weight, gradient, AdamW's two moments and an average of each, in float32
         needed += 5 * MASTER_BYTES * weights + 4 * config.learner.max_tokens_per_forward * (numbers + pairs)
@@ -193,13 +183,6 @@ def batch_bytes(config: Config, model: Any) -> int:
     return max(14 * replies * int(model.vocab_size), prompts // config.placement.rollout.tp)
 
 
-def host_bytes() -> int:
-    """Return the memory of this host, or of the container that this process runs in."""
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
-    total = psutil.virtual_memory().total
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
 def free_room(config: Config, device: torch.device) -> int:
     """Return the bytes on `device` that a rank may use, before it loads its models and after its servers have started.
 
@@ -215,4 +198,4 @@ def free_room(config: Config, device: torch.device) -> int:
         servers = 1 if config.placement.colocated else config.placement.num_servers
         return free - servers * batch_bytes(config, model)
     learner = config.placement.learner
-    return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks
+    return free_host_bytes() * learner.nodes // learner.ranks

@@ -55,6 +55,12 @@ def freeze(lm: Any, patterns: Sequence[str]) -> None:
         raise ConfigError(f"model.frozen must leave weights to train, got {list(patterns)}, which fit all of them")
 
 
+def blocks_of(lm: Any) -> list[nn.Module]:
+    """Return the transformer blocks of a model of transformers."""
+    names = set(lm._no_split_modules or ())
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
 Start = Callable[[torch.Size], Tensor]
 """A function that returns the initial value of a weight that is in no file, from the weight's shape: the whole tensor
 in CPU memory.
@@ -185,9 +191,11 @@ def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
     mesh, own = weight.device_mesh, weight.to_local()
     shape, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
     if shape != own.shape:  # checkpoints find their rows by the same function
-        from learner.models.split_vocabulary import unfit_vocabulary
-
-        raise unfit_vocabulary(len(weight), mesh.size(), len(own), shape[0])
+        raise ConfigError(
+            f"learner.sequence_parallel must be 1 with {len(weight)} rows of embeddings on {mesh.size()} learner "
+            f"ranks: torch's checkpoints would take the {len(own)} rows of a rank for {shape[0]}. Or take another "
+            "number of ranks, or a model whose vocabulary they divide"
+        )
     if own.numel():  # the last ranks may have no rows
         own.copy_(read(slice(first, first + own.shape[0])))
 

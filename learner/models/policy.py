@@ -21,7 +21,16 @@ from async_rl.base.models_and_data.model_folder import MARKERS, check_trainable
 from async_rl.base.run_dir.checkpoints import model_folder
 from async_rl.base.weights.checkpoint_names import to_checkpoint, write_weights
 from learner.loop.ranks import Ranks
-from learner.models.network import MASKED, Network, freeze, gathered, has_adapters, open_model, read_weights
+from learner.models.network import (
+    MASKED,
+    Network,
+    blocks_of,
+    freeze,
+    gathered,
+    has_adapters,
+    open_model,
+    read_weights,
+)
 from learner.models.token_scores import score_supports, score_tokens
 from learner.packing import RECURRENT, WINDOWS, ForwardInputs, Layout, kernel_of
 
@@ -80,6 +89,20 @@ class Policy(Network):
         return scores
 
 
+def choose_trained(lm: Any, config: ModelConfig) -> None:
+    """Freeze the weights of a policy that model.frozen names, and add the adapters of model.lora.
+
+    Raises:
+        ConfigError: model.frozen fits no weight or all of them, or the model can't have these adapters.
+    """
+    if config.frozen:
+        freeze(lm, config.frozen)
+    if config.lora.rank:
+        from learner.models.lora import add_adapters
+
+        add_adapters(lm, config.lora)
+
+
 def open_policy(config: ModelConfig, compute_dtype: torch.dtype) -> Policy:
     """Return the policy of the folder model.path without its weights, with adapters if model.lora.rank is set.
 
@@ -90,12 +113,10 @@ def open_policy(config: ModelConfig, compute_dtype: torch.dtype) -> Policy:
     """
     check_trainable(config.path)
     lm = open_model(AutoModelForCausalLM, config.path, torch.float32, attn_implementation=config.attn_implementation)
-    if config.frozen:
-        freeze(lm, config.frozen)
+    choose_trained(lm, config)
     if config.lora.rank:
-        from learner.models.lora import adapter_starts, add_adapters
+        from learner.models.lora import adapter_starts
 
-        add_adapters(lm, config.lora)
         for linear, start in adapter_starts(lm):
             lm.stored_weights.start(linear, start)
     return Policy(lm.eval(), compute_dtype)
@@ -134,8 +155,7 @@ def shard(
         split_attention(lm)
         for unit in split_vocabulary(lm, ranks.sequence):
             fully_shard(unit, mesh=ranks.vocabulary, mp_policy=exact, offload_policy=place)
-    blocks = set(lm._no_split_modules or ())
-    for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
+    for block in blocks_of(lm):
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
         if checkpoints:

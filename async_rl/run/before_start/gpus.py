@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
+from async_rl.base.host_memory import host_bytes
 from async_rl.run.processes.placement import gpus_here, gpus_per_rank
 from async_rl.run.processes.ray_start import hides_gpus
 
@@ -105,8 +106,6 @@ def plan_memory(config: Config, gpus: float, num_bytes: int) -> MemoryPlan:
 
 def plan_here(config: Config) -> MemoryPlan | None:
     """Return the memory plan of a run on this host; None if the size of its GPUs is not known."""
-    from learner.memory.sizes import host_bytes
-
     gpus = gpus_here()
     num_bytes = smallest_gpu_bytes() if gpus else host_bytes()
     return plan_memory(config, gpus, num_bytes) if num_bytes else None

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.errors import AsyncRLError, WeightSyncError
+from async_rl.base.host_memory import free_host_bytes
 from async_rl.base.models_and_data.experts import Experts, recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from async_rl.base.types import RoutingArray
@@ -53,9 +53,8 @@ class SGLangEngine(HttpEngine):
             await asyncio.to_thread(attach_server, admin, self._config, self.support_ids)
             self.url = admin.url
             return
-        free_bytes = psutil.virtual_memory().available
         flags = server_flags(
-            self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
+            self._config, model, on_gpu=on_gpu, free_memory_bytes=free_host_bytes(), seed=self._seed
         )
         self.support_ids = int(flags.get("sampling-mask-max-tokens", 0))
         self.server = sglang_process(self._name, flags, self._log_file, self._config)

@@ -17,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.cores import server_threads
 from async_rl.base.errors import ConfigError, WaitTimeoutError, WeightSyncError
+from async_rl.base.host_memory import free_host_bytes
 from async_rl.base.network import api_key
 from rollout_server.engines.base import GenerationRequest, Load, graph_replies, head_size, kv_token_bytes, kv_tokens
 from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key
@@ -228,9 +227,8 @@ class VLLMEngine(HttpEngine):
         super().__init__(config, index, log_dir, "vLLM")
 
     async def open_server(self, model: Any, on_gpu: bool) -> None:
-        free_bytes = psutil.virtual_memory().available
         flags = server_flags(
-            self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
+            self._config, model, on_gpu=on_gpu, free_memory_bytes=free_host_bytes(), seed=self._seed
         )
         self._slots = int(flags["max-num-seqs"])
         self.server = vllm_process(self._name, flags, self._log_file, self._config, on_gpu=on_gpu)

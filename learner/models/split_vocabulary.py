@@ -13,7 +13,6 @@ The formulas are in token_scores.py.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -24,10 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from async_rl.base.errors import ConfigError
 from learner.models import token_scores
 from learner.models.token_scores import (
     TokenSupports,
@@ -57,45 +53,6 @@ def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
     head.weight = embeddings.weight if is_tied else _split(head.weight, ranks)
     head.forward = partial(_split_scores, head, ranks)
     return [[embeddings, head]] if is_tied else [[embeddings], [head]]
-
-
-def check_vocabulary(rows: int, ranks: int, slices: int, copies: int = 1) -> None:
-    """Check that torch's checkpoints find the rows of head and embeddings where FSDP2 puts them, on every rank.
-
-    Args:
-        rows: the number of rows of the whole head.
-        ranks: the number of learner ranks.
-        slices: the number of ranks over which a row of tokens is split.
-        copies: how many groups of ranks have all weights, as with learner.sharding hybrid.
-
-    Raises:
-        ConfigError: for some rank torch computes another number of rows.
-    """
-    shards = ranks // copies // slices
-    placements = [_StridedShard(0, split_factor=slices), Shard(0)]
-    for shard, part in itertools.product(range(shards), range(slices)):
-        of_part = _chunk(rows, slices, part)
-        (found,), _ = _compute_local_shape_and_global_offset(
-            (rows,), (shards, slices), [shard, part], placements, skip_offset=True
-        )
-        if (own := _chunk(of_part, shards, shard)) != found:
-            raise unfit_vocabulary(rows, ranks, own, found)
-
-
-def unfit_vocabulary(rows: int, ranks: int, own: int, found: int) -> ConfigError:
-    """Return the error for a head of `rows` rows, if a rank has `own` rows where torch's checkpoints expect `found`."""
-    return ConfigError(
-        f"learner.sequence_parallel must be 1 with {rows} rows of embeddings on {ranks} learner ranks: torch's "
-        f"checkpoints would take the {own} rows of a rank for {found}. Or take another number of ranks, or a model "
-        "whose vocabulary they divide"
-    )
-
-
-def _chunk(size: int, chunks: int, index: int) -> int:
-    """Return the size of chunk number `index` of torch.chunk over `size` rows; 0 for a chunk that torch does not make.
-    """
-    largest = -(-size // chunks)
-    return max(0, min(largest, size - index * largest))
 
 
 def _split(weight: Tensor, ranks: DeviceMesh) -> nn.Parameter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,12 @@ from async_rl.base.ports import check_ports
 from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.engines import ENGINES
 from async_rl.base.seams.lookup import import_object
-from async_rl.run.before_start.attached_server import check_server_reaches_learner
 from async_rl.run.before_start.gpus import check_gpu_driver, check_memory
-from async_rl.run.processes.placement import assign, check_sharing, find_hosts, gpus_here, host_demands, runs_here
+from async_rl.run.processes.placement import assign, decide_placement, find_hosts, gpus_here, host_demands, runs_here
 from buffer.keys import check_keys
 
 if TYPE_CHECKING:
-    from rollout_server.rewards.base import NamedReward
     from rollout_server.tasks.base import Task
-
-LARGE_LR = 100
-"""A learning rate so many times the usual one is questioned."""
 
 
 def task_of(config: Config) -> Callable[[], Task]:
@@ -120,7 +115,6 @@ def _check_driver(config: Config) -> list[str]:
         check_login(config.checkpoint.push_to_hub)
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         interface_of(config.network.host)
-    check_server_reaches_learner(config)
     check_ports(config)
     if is_here:
         check_gpu_driver()
@@ -131,7 +125,7 @@ def _check_driver(config: Config) -> list[str]:
         )
         wanted = host_demands(config, gpus)
         assign(wanted, find_hosts(config))
-        check_sharing(config, wanted)
+        decide_placement(config, [part for demand in wanted for part in demand.per_gpu()])
         if config.network.keys:
             check_keys(config.network.keys)
     # Another host may have packages for attention that this one lacks; every model has eager attention.
@@ -140,7 +134,7 @@ def _check_driver(config: Config) -> list[str]:
         check_loading(key, path, config, attention)
     check_disk(config, checkpoint_bytes(config))
     cautions = check_memory(config) if is_here else []
-    if (chosen := model_folder.policy_lr(config)) >= LARGE_LR * (usual := model_folder.auto_lr(config)):
+    if (chosen := model_folder.policy_lr(config)) >= 100 * (usual := model_folder.auto_lr(config)):
         cautions.append(
             f"learner.lr = {chosen:g} is {chosen / usual:.0f} times as much as auto takes for this model, {usual:g}: "
             "at such rates a policy usually collapses."
@@ -161,15 +155,11 @@ def check_loading(key: str, path: str, config: Config, attention: str) -> None:
     model_folder.check_role_folder(key, path)
     if key in ("model.path", "reference.path"):
         model_folder.check_trainable(path, key)
-    model, slices = load_without_weights(key, path, attention), config.learner.sequence_parallel
-    if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
+    model = load_without_weights(key, path, attention)
+    if config.learner.sequence_parallel > 1 and (key != "reward_model.path" or hasattr(model, "score")):
         from learner.models.sequence import check_splittable
-        from learner.models.split_vocabulary import check_vocabulary
 
         check_splittable(model, key, path)
-        placed = config.placement.learner
-        copies = placed.nodes if config.learner.sharding == "hybrid" else 1
-        check_vocabulary(model.get_input_embeddings().num_embeddings, placed.ranks, slices, copies)
     if key == "model.path":
         return check_weight_names(model, model_folder.weight_shapes(Path(path)), path)
     if key == "reward_model.path":
@@ -187,8 +177,8 @@ def check_model(config: Config) -> None:
     if recorded_experts(config) and not config.rollout.engine_entry.records_routing:
         others = ", ".join(name for name, entry in ENGINES.items() if entry.records_routing)
         raise ConfigError(
-            f"rollout.routing must be ignore with rollout.engine {config.rollout.engine} and {config.model.path}, a "
-            f"mixture of experts: this engine does not say which experts it has used. These do: {others}"
+            f"rollout.routing must be ignore with rollout.engine {config.rollout.engine} and the mixture of experts "
+            f"{config.model.path}: the engine does not say which experts it has used. These do: {others}"
         )
 
 
@@ -203,37 +193,31 @@ def _check_episodes(config: Config) -> None:
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:
-    """Open the rewards and the gold reward, and try the user's own ones. Returns warnings about programs."""
-    from rollout_server.rewards.base import open_gold_reward, open_rewards
+    """Open the rewards and the gold reward, and try the user's own ones. Returns warnings about programs.
 
-    rewards, gold = open_rewards(config, task), open_gold_reward(config, task)
-    names = [*(each.reward for each in config.task.named_rewards[: len(rewards)]), config.eval.gold_reward]
-    for name, each in zip(names, (*rewards, *gold), strict=False):
-        if ":" in name:
-            _try_reward(each, name, task)
-    if config.task.sandbox.kind != "none":
-        return []
-    return [f"task.sandbox: the reward {each.name}: {each.about}." for each in (*rewards, *gold) if each.about]
-
-
-def _try_reward(named: NamedReward, name: str, task: Task) -> None:
-    """Call a user's reward function with the first prompt and its right answer, and check its result and duration.
-
-    Rewards that may wait for a network (`async def`, `open`) and rewards of episodes or groups are not called.
+    A user's function is called with the first prompt and its right answer, unless it may wait for a network
+    (`async def`, `open`), or scores episodes or groups.
     """
-    from rollout_server.rewards.base import is_async
+    from rollout_server.rewards.base import is_async, open_gold_reward, open_rewards
     from rollout_server.rewards.contract import read_verdict
     from rollout_server.rewards.reward_calls import RewardThreads
 
-    function, question = named.reward.function, task.prompt(0).question
-    if function is None or named.reward.of != "answer" or is_async(function):
-        return
-    settings: dict[str, Any] = {} if named.settings is None else {"settings": named.settings}
-    answer = question.solution or str(question.ground_truth)
-    threads = RewardThreads(named.timeout_s, 1, named.limit)
-    try:
-        asyncio.run(threads.run([lambda: read_verdict(function(question, answer, **settings))]))
-    except RewardError as error:
-        raise ConfigError(f"the reward {name} fails for the right answer to the first prompt: {error}") from error
-    finally:
-        threads.close()
+    rewards, gold = open_rewards(config, task), open_gold_reward(config, task)
+    names = [*(each.reward for each in config.task.named_rewards[: len(rewards)]), config.eval.gold_reward]
+    question = task.prompt(0).question
+    for name, each in zip(names, (*rewards, *gold), strict=False):
+        function = each.reward.function
+        if ":" not in name or function is None or each.reward.of != "answer" or is_async(function):
+            continue
+        settings = {} if each.settings is None else {"settings": each.settings}
+        call = partial(function, question, question.solution or str(question.ground_truth), **settings)
+        threads = RewardThreads(each.timeout_s, 1, each.limit)
+        try:
+            read_verdict(*asyncio.run(threads.run([call])))
+        except RewardError as error:
+            raise ConfigError(f"the reward {name} fails for the right answer to the first prompt: {error}") from error
+        finally:
+            threads.close()
+    if config.task.sandbox.kind != "none":
+        return []
+    return [f"task.sandbox: the reward {each.name}: {each.about}." for each in (*rewards, *gold) if each.about]

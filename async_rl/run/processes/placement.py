@@ -292,11 +292,12 @@ def decide_placement(config: Config, parts: Sequence[HostDemand]) -> Decided:
         settings = resolve(config, decided)
         check_staging_transport(settings.weight_sync, working)
         check_compact_transport(settings.weight_sync, working)
-        if settings.rollout.server_url:
-            from async_rl.run.before_start.attached_server import check_server_reaches_learner
+    settings = resolve(config, decided)
+    if settings.rollout.server_url:
+        from async_rl.run.before_start.attached_server import check_server_reaches_learner
 
-            check_server_reaches_learner(settings)
-    check_sharing(resolve(config, decided), parts)
+        check_server_reaches_learner(settings)
+    check_sharing(settings, parts)
     return decided
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from async_rl.base.config import Config, Sampling
 from async_rl.base.types import FloatArray, IntArray, Prompt, RoutingArray, Support
@@ -105,6 +107,33 @@ class SampledReply:
             self, tokens=self.tokens[:length], logprobs=self.logprobs[:length], versions=self.versions[:length],
             finish_reason="stop", support=self.support and self.support.cut(0, length),
             routing=None if self.routing is None else self.routing[: len(self.routing) - dropped],
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PartialReply:
+    """What an engine has recorded so far of a reply that it is still sampling."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    sets: list[IntArray] = field(default_factory=list)
+    """The ids that each token was drawn from, ascending; recorded only if the request wants the support."""
+    set_logprobs: list[FloatArray] = field(default_factory=list)
+    """The logprobs of the ids in `sets`, recorded only if the request wants them."""
+    fed: list[RoutingArray] = field(default_factory=list)
+    """Arrays [n, layers, k]: the experts of all tokens of prompt and reply except the last, in order."""
+    finish_reason: str = ""
+    """`stop` or `length`; empty until the reply has ended."""
+    sample: int = 0
+    """The reply's number in its group."""
+
+    def reply(self) -> SampledReply:
+        return SampledReply(
+            tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
+            support=Support.of_arrays(self.sets, self.set_logprobs) if self.sets else None,
+            routing=np.concatenate(self.fed) if self.fed else None,
         )
 
 

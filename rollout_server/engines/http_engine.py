@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError, ProcessDiedError
 from async_rl.base.models_and_data.model_folder import end_tokens
 from async_rl.base.network import authorization
-from async_rl.base.types import IntArray, RoutingArray, Support
-from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply, check_prompt
+from async_rl.base.types import IntArray, RoutingArray
+from rollout_server.engines.base import GenerationRequest, PartialReply, Purpose, SampledReply, check_prompt
 from rollout_server.engines.server_process import ServerProcess, server_seed
 
 LOAD_TIMEOUT_S = 2.0
@@ -196,32 +196,10 @@ def _inspect(path: str) -> tuple[Any, list[int], bool]:
     return AutoConfig.from_pretrained(path).get_text_config(), end_tokens(path), torch.cuda.is_available()
 
 
-@dataclass(slots=True)
-class OpenReply:
+@dataclass(slots=True, kw_only=True)
+class OpenReply(PartialReply):
     """A reply that a server is still sampling. It takes several requests only if weight pushes abort the earlier ones.
     """
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """The ids that each token was drawn from, ascending; recorded only if the request wants the support."""
-    set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """The logprobs of the ids in `sets`, recorded only if the request wants them."""
-    fed: list[RoutingArray] = field(default_factory=list)
-    """Arrays [n, layers, k]: the experts of all tokens of prompt and reply except the last, in order."""
-    finish_reason: str = ""
-    """`stop` or `length`; empty until the reply has ended."""
-    sample: int = 0
-    """The reply's number in its group."""
-
-    def reply(self) -> SampledReply:
-        return SampledReply(
-            tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
-            support=Support.of_arrays(self.sets, self.set_logprobs) if self.sets else None,
-            routing=np.concatenate(self.fed) if self.fed else None,
-        )
 
     def add_routing(self, routing: RoutingArray) -> None:
         """Append the experts of the tokens that have none recorded yet.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -22,6 +22,7 @@ from async_rl.base.types import (
 )
 
 if TYPE_CHECKING:
+    from rollout_server.engines.base import SampledReply
     from rollout_server.episodes.conversation.chat_messages import Message
 
 End = Literal[EpisodeEnd, "failed"]
@@ -49,6 +50,102 @@ class WholeRow:
     routing: RoutingArray | None = None
     """[S - 1, layers, k] the experts that each token except the last was fed through in its first forward pass, if
     the engine has recorded them."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A part of a conversation in tokens: a context (rendered) or a reply (sampled)."""
+
+    parent: Node | None
+    tokens: list[int]
+    sampled: SampledReply | None = None
+    """The reply; None for a context."""
+    reward: float = 0.0
+    num_tokens: int = field(init=False)
+    """The number of tokens from the root to the end of this node."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens) + (self.parent.num_tokens if self.parent else 0)
+
+    def path(self) -> list[Node]:
+        """Return the nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def all_tokens(self) -> list[int]:
+        """Return the tokens from the root to the end of this node."""
+        return [token for node in self.path() for token in node.tokens]
+
+
+def whole_row(path: Sequence[Node], trained: Collection[Node] = ()) -> WholeRow:
+    """Return the row of a path from a context to a reply.
+
+    Args:
+        trained: the replies that other rows train.
+    """
+    leaf = path[-1].sampled
+    assert leaf is not None and path[0].sampled is None, "a path leads from a context to a reply"
+    logprobs = [np.zeros(len(node.tokens), np.float32) for node in path]
+    mask = [np.zeros(len(node.tokens), np.bool_) for node in path]
+    supports = [Support.none(len(node.tokens)) for node in path]
+    turn_ends, turn_rewards, end = [], [], 0
+    for position, node in enumerate(path):
+        end += len(node.tokens)
+        if node.sampled is not None and node not in trained:
+            logprobs[position] = node.sampled.logprobs
+            mask[position][:] = True
+            supports[position] = node.sampled.support or supports[position]
+            turn_ends.append(end - 1)
+            turn_rewards.append(node.reward)
+    return WholeRow(
+        tokens=np.array(path[-1].all_tokens(), np.int32),
+        logprobs=np.concatenate(logprobs),
+        versions=np.concatenate(list(_versions(path))),
+        mask=np.concatenate(mask),
+        support=leaf.support and Support.joined(supports),
+        num_start_tokens=len(path[0].tokens),
+        turn_ends=tuple(turn_ends),
+        turn_rewards=tuple(turn_rewards),
+        finish_reason=leaf.finish_reason,
+        routing=_routing(path),
+    )
+
+
+def _routing(path: Sequence[Node]) -> RoutingArray | None:
+    """Return the experts that each token of the path, except the last, was fed through in its first forward pass.
+
+    The routing recorded with a reply also covers the conversation before it, which the engine may have computed again
+    with newer weights. That part is ignored.
+    """
+    parts: list[RoutingArray] = []
+    known = 0
+    for node in path:
+        if node.sampled is not None:
+            if node.sampled.routing is None:
+                return None
+            parts.append(node.sampled.routing[known:])
+            known = node.num_tokens - 1
+    return np.concatenate(parts)
+
+
+def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
+    """Yield the token versions of each node of the path.
+
+    Rendered tokens get the version of the sampled token before them, or at the start that of the first sampled token.
+    """
+    first = path[1].sampled
+    assert first is not None, "a reply follows each context"
+    version = first.versions[0]
+    for node in path:
+        if node.sampled is not None:
+            yield node.sampled.versions
+            version = node.sampled.versions[-1]
+        else:
+            yield np.full(len(node.tokens), version, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

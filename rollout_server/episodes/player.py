@@ -7,12 +7,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from async_rl.base.errors import AsyncRLError
-from async_rl.base.types import IntArray, Support
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from rollout_server.episodes.episode import Episode, WholeRow
+from rollout_server.episodes.episode import Episode, Node, whole_row
 
 if TYPE_CHECKING:
     from rollout_server.episodes.conversation.chat_messages import Message
@@ -72,13 +69,15 @@ class SingleTurnPlayer(Player):
         asked: list[Message] = [
             {"role": each["role"], "content": each["content"]} for each in (question.messages if question else ())
         ]
-        answers = self._tokenizer.batch_decode([reply.tokens.tolist() for reply in replies], skip_special_tokens=True)
+        context = Node(None, request.prompt.tokens.tolist())
+        nodes = [Node(context, reply.tokens.tolist(), reply) for reply in replies]
+        answers = self._tokenizer.batch_decode([node.tokens for node in nodes], skip_special_tokens=True)
         return [
             Episode(
-                rows=(_row(request.prompt.tokens, reply),), answer=answer, end="done",
+                rows=(whole_row([context, node]),), answer=answer, end="done",
                 messages=(*asked, {"role": "assistant", "content": answer}),
             )
-            for reply, answer in zip(replies, answers, strict=True)
+            for node, answer in zip(nodes, answers, strict=True)
         ]  # fmt: skip
 
 
@@ -91,17 +90,3 @@ async def all_replies(generate: GenerateReplies, request: GenerationRequest) -> 
             f"{len(replies)}: correct the `generate` of the engine that rollout.engine names"
         )
     return replies
-
-
-def _row(prompt: IntArray, reply: SampledReply) -> WholeRow:
-    """Return the row for a prompt and its reply. It is equal to the row that a session would make."""
-    length = len(prompt)
-    return WholeRow(
-        tokens=np.concatenate([prompt, reply.tokens]).astype(np.int32),
-        logprobs=np.concatenate([np.zeros(length, np.float32), reply.logprobs]),
-        versions=np.concatenate([np.full(length, reply.versions[0], np.int32), reply.versions]),
-        mask=np.arange(length + len(reply.tokens)) >= length, num_start_tokens=length,
-        support=reply.support and Support.joined([Support.none(length), reply.support]),
-        turn_ends=(length + len(reply.tokens) - 1,), turn_rewards=(0.0,), finish_reason=reply.finish_reason,
-        routing=reply.routing,
-    )  # fmt: skip

@@ -398,7 +398,7 @@ def _check_updates(config: Config) -> None:
 def _check_engine(config: Config) -> None:
     """Check that the engine supports each feature that the configuration uses, as its entry declares."""
     rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
-    placed, tp, most = config.placement.rollout, config.placement.rollout.tp, entry.max_tensor_parallel
+    tp, most = config.placement.rollout.tp, entry.max_tensor_parallel
     with_engine = f"with rollout.engine {rollout.engine}"
     check(
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
@@ -445,10 +445,6 @@ def _check_engine(config: Config) -> None:
         not rollout.server_urls or entry.attaches_to_url, "rollout.server_urls", list(rollout.server_urls),
         f"empty {with_engine}", f"It can't take over a server. {_engines_with(lambda e: e.attaches_to_url)}",
     )
-    check(
-        not (placed.is_elastic and sync.transport == "cuda_ipc"), "placement.rollout.servers", placed.servers,
-        "a number with weight_sync.transport cuda_ipc", "Each server shares its GPU with a learner rank.",
-    )
 
 
 def _check_transport(config: Config, working: Sequence[str]) -> None:
@@ -462,6 +458,11 @@ def _check_transport(config: Config, working: Sequence[str]) -> None:
         entry.delivers in engine.receives, "weight_sync.transport", name,
         f"{allowed} with rollout.engine {config.rollout.engine}",
         _engines_with(lambda other: entry.delivers in other.receives),
+    )
+    check(
+        not entry.needs_one_device or not config.placement.rollout.is_elastic, "placement.rollout.servers",
+        config.placement.rollout.servers, f"a number with weight_sync.transport {name}",
+        "Each server shares its GPU with a learner rank.",
     )
     check(
         not entry.needs_one_device or _may_share_device(config), "weight_sync.transport", name,

@@ -17,8 +17,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from async_rl.base.models_and_data.routing import Routing
-from async_rl.base.types import RoutingArray, Support
-from rollout_server.engines.base import GenerationRequest, SampledReply, StopTexts
+from async_rl.base.types import RoutingArray
+from rollout_server.engines.base import GenerationRequest, PartialReply, SampledReply, StopTexts
 
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""
@@ -101,23 +101,12 @@ class OpenRequest:
         return [self.complete[sample] for sample in sorted(self.complete)]
 
 
-@dataclass(eq=False, slots=True)
-class _OpenReply:
+@dataclass(eq=False, slots=True, kw_only=True)
+class _OpenReply(PartialReply):
     """A reply that is being sampled: one row of the batch, with its own random numbers."""
 
     group: OpenRequest
-    sample: int
     uniforms: npt.NDArray[np.float64]  # [max_tokens]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    sets: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """The ids that each token was drawn from, recorded only if the request wants the support."""
-    set_logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """The logprobs of the ids in `sets`, recorded only if the request wants them."""
-    fed: list[RoutingArray] = field(default_factory=list)
-    """Arrays [n, layers, k] of experts: first of the prompt's tokens, then of each token fed after them."""
-    done: bool = False
 
     @property
     def length(self) -> int:
@@ -161,7 +150,7 @@ class DecodingBatch:
 
     def retract(self) -> None:
         """Drop the KV cache of all rows. The next `step` recomputes it with the model's weights at that time."""
-        self._retracted += [row for row in self._rows if not row.done]
+        self._retracted += [row for row in self._rows if not row.finish_reason]
         self._rows, self._cache, self._sampling = [], [], None
 
     def add(self, groups: list[OpenRequest], version: int) -> list[OpenRequest]:
@@ -176,7 +165,7 @@ class DecodingBatch:
             rows = [_new_row(group, sample) for group in chunk for sample in range(group.request.n)]
             _note(rows, None if fed is None else [fed[i, -len(chunk[i].request.prompt.tokens) :] for i in source])
             complete += self._record(rows, logits[source], version, _sampling(rows, logits.device))
-            keep = [i for i, row in enumerate(rows) if not row.done]
+            keep = [i for i, row in enumerate(rows) if not row.finish_reason]
             if keep:
                 rows = [rows[i] for i in keep]
                 _keep(cache, [source[i] for i in keep], max(row.length for row in rows))
@@ -266,7 +255,7 @@ class DecodingBatch:
         sets = token_sets(kept) if is_recorded else nothing
         complete = []
         for row, token, logprob, (ids, of_ids) in zip(rows, tokens.tolist(), logprobs.tolist(), sets, strict=True):
-            if row.done:
+            if row.finish_reason:
                 continue
             if row.group.request.wants_support:
                 row.sets.append(ids)
@@ -277,8 +266,8 @@ class DecodingBatch:
             row.versions.append(version)
             stopped = token in self._end_tokens or (self._stop is not None and self._stop.is_reached(row.tokens))
             if stopped or len(row.tokens) >= row.group.request.max_tokens:
-                row.done = True
-                row.group.complete[row.sample] = _sampled_reply(row, "stop" if stopped else "length")
+                row.finish_reason = "stop" if stopped else "length"
+                row.group.complete[row.sample] = row.reply()
                 if len(row.group.complete) == row.group.request.n:
                     complete.append(row.group)
         return complete
@@ -294,7 +283,7 @@ class DecodingBatch:
 
     def _compact(self) -> None:
         """Remove finished and cancelled rows once they exceed _COMPACT_FRACTION, and columns that no other row uses."""
-        keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
+        keep = [i for i, row in enumerate(self._rows) if not (row.finish_reason or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:
             self._rows, self._cache, self._sampling = [], [], None
@@ -311,13 +300,14 @@ def _note(rows: list[_OpenReply], fed: Sequence[RoutingArray] | RoutingArray | N
         fed: one array [n, layers, k] for each row; None: nothing was recorded.
     """
     for row, experts in zip(rows, () if fed is None else fed, strict=fed is not None):
-        if row.group.request.wants_routing and not row.done:
+        if row.group.request.wants_routing and not row.finish_reason:
             row.fed.append(experts)
 
 
 def _new_row(group: OpenRequest, sample: int) -> _OpenReply:
     request = group.request
-    return _OpenReply(group, sample, uniforms(request.seed, request.prompt.index, sample, request.max_tokens))
+    numbers = uniforms(request.seed, request.prompt.index, sample, request.max_tokens)
+    return _OpenReply(group=group, sample=sample, uniforms=numbers)
 
 
 class Narrowing(NamedTuple):
@@ -376,17 +366,6 @@ def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
             longest = length
             chunks.append([item])
     return chunks
-
-
-def _sampled_reply(row: _OpenReply, finish_reason: str) -> SampledReply:
-    return SampledReply(
-        tokens=np.array(row.tokens, dtype=np.int32),
-        logprobs=np.array(row.logprobs, dtype=np.float32),
-        versions=np.array(row.versions, dtype=np.int32),
-        finish_reason=finish_reason,
-        support=Support.of_arrays(row.sets, row.set_logprobs) if row.sets else None,
-        routing=np.concatenate(row.fed) if row.fed else None,
-    )
 
 
 _WORD = 2**64

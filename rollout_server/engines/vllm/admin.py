@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.network import authorization
-from rollout_server.engines.http_admin import ask
+from rollout_server.engines.http_admin import PROBE, ask
 
 if TYPE_CHECKING:
     from async_rl.base.weights.server_admin import Bucket
@@ -25,7 +25,6 @@ PAUSES = {
 version. clear_cache=true also drops the KV of running requests, which is recomputed when they resume. When `drain`
 pauses, only evaluations can still be running."""
 GENERATE = "/inference/v1/generate"
-PROBE = Limit(3.0, "of a probe")
 
 
 class VLLMAdmin:

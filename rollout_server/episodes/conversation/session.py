@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
-from async_rl.base.types import IntArray, RoutingArray, Support
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.chat_messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
-from rollout_server.episodes.episode import WholeRow
+from rollout_server.episodes.episode import Node, WholeRow, whole_row
 
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end cancelled requests."""
@@ -38,35 +35,6 @@ Generate = Callable[[list[int], int], Awaitable[SampledReply]]
 
 RequestKey = tuple[bytes, int | None, tuple[str, ...]]
 """(Digest of the conversation, max_tokens, stop texts). Requests with the same key are equal."""
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A part of a conversation in tokens: a context (rendered) or a reply (sampled)."""
-
-    parent: Node | None
-    tokens: list[int]
-    sampled: SampledReply | None = None
-    """The reply; None for a context."""
-    reward: float = 0.0
-    num_tokens: int = field(init=False)
-    """The number of tokens from the root to the end of this node."""
-
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.tokens) + (self.parent.num_tokens if self.parent else 0)
-
-    def path(self) -> list[Node]:
-        """Return the nodes from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    def all_tokens(self) -> list[int]:
-        """Return the tokens from the root to the end of this node."""
-        return [token for node in self.path() for token in node.tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,68 +437,6 @@ def make_rows(replies: Sequence[Node], max_rows: int = 0) -> list[WholeRow]:
     rows = {}
     for leaf in (*kept, *dropped):
         path = leaf.path()
-        rows[leaf] = _make_row(path, trained)
+        rows[leaf] = whole_row(path, trained)
         trained.update(path)
     return [rows[leaf] for leaf in leaves]
-
-
-def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
-    leaf = path[-1].sampled
-    assert leaf is not None and path[0].sampled is None, "a path leads from a context to a reply"
-    logprobs = [np.zeros(len(node.tokens), np.float32) for node in path]
-    mask = [np.zeros(len(node.tokens), np.bool_) for node in path]
-    supports = [Support.none(len(node.tokens)) for node in path]
-    turn_ends, turn_rewards, end = [], [], 0
-    for position, node in enumerate(path):
-        end += len(node.tokens)
-        if node.sampled is not None and node not in trained:
-            logprobs[position] = node.sampled.logprobs
-            mask[position][:] = True
-            supports[position] = node.sampled.support or supports[position]
-            turn_ends.append(end - 1)
-            turn_rewards.append(node.reward)
-    return WholeRow(
-        tokens=np.array(path[-1].all_tokens(), np.int32),
-        logprobs=np.concatenate(logprobs),
-        versions=np.concatenate(list(_versions(path))),
-        mask=np.concatenate(mask),
-        support=leaf.support and Support.joined(supports),
-        num_start_tokens=len(path[0].tokens),
-        turn_ends=tuple(turn_ends),
-        turn_rewards=tuple(turn_rewards),
-        finish_reason=leaf.finish_reason,
-        routing=_routing(path),
-    )
-
-
-def _routing(path: Sequence[Node]) -> RoutingArray | None:
-    """Return the experts that each token of the path, except the last, was fed through in its first forward pass.
-
-    The routing recorded with a reply also covers the conversation before it, which the engine may have computed again
-    with newer weights. That part is ignored.
-    """
-    parts: list[RoutingArray] = []
-    known = 0
-    for node in path:
-        if node.sampled is not None:
-            if node.sampled.routing is None:
-                return None
-            parts.append(node.sampled.routing[known:])
-            known = node.num_tokens - 1
-    return np.concatenate(parts)
-
-
-def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
-    """Yield the token versions of each node of the path.
-
-    Rendered tokens get the version of the sampled token before them, or at the start that of the first sampled token.
-    """
-    first = path[1].sampled
-    assert first is not None, "a reply follows each context"
-    version = first.versions[0]
-    for node in path:
-        if node.sampled is not None:
-            yield node.sampled.versions
-            version = node.sampled.versions[-1]
-        else:
-            yield np.full(len(node.tokens), version, np.int32)

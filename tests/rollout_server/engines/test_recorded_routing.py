@@ -14,7 +14,8 @@ from async_rl.base.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.episodes.conversation.session import Node, make_rows
+from rollout_server.episodes.conversation.session import make_rows
+from rollout_server.episodes.episode import Node
 from tests.kit.configs import server_config
 from tests.kit.engines.replies import (
     TOLERANCE,

@@ -153,7 +153,7 @@ def server_table(saved: Mapping[str, Any]) -> list[tuple[str, ...]]:
         KeyError, TypeError, AttributeError: the status has no servers that can be read.
     """
     groups = {each["process"]: each.get("groups", 0) for each in saved["processes"]}
-    rows = [("server", "state", "host or URL", "version", "groups", "for")]
+    rows: list[tuple[str, ...]] = [("server", "state", "host or URL", "version", "groups", "for")]
     for each in saved["servers"]:
         version = str(each["version"]) if each["version"] >= 0 else "-"
         count = str(groups.get(each["name"], 0)) if each["name"].startswith("rollout") else "-"

@@ -330,7 +330,7 @@ class ResponseTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The tokens of one forward pass on one rank. `proximal`, `values` and `reference` are computed at step start.
+    """The tokens of one forward pass on one rank. `proximal`, `entropy`, `values`, `reference`: computed at step start.
 
     They are None where the objective does not need them.
     """
@@ -342,6 +342,7 @@ class MicroBatch:
     step.
     """
     proximal: Tensor | None = None  # [N] logprobs of the policy, 0 where not trained
+    entropy: Tensor | None = None  # [N] entropies of the policy; not None with `proximal`
     values: Tensor | None = None  # [N] of the critic
     reference: Tensor | None = None  # [N] logprobs of the frozen reference, 0 where not trained
 

@@ -239,7 +239,7 @@ class Objective:
             return
         add_offpolicy(sums, response, of.log_rho, of.weights, of.truncated, of.dropped)
         if algorithm.old_logprobs != "interpolate":  # at staleness 0 those equal the behaviour logprobs
-            add_parity(sums, response, of.log_rho, entropy)
+            add_parity(sums, response, of.log_rho, entropy if micro.entropy is None else micro.entropy)
             if masses is not None and micro.inputs.supports is not None and micro.proximal is None:  # of step start
                 tolerance = MASS_TOLERANCE[serving_dtype(self.config, masses.device.type)]
                 sampling, sizes = self.config.rollout.sampling, micro.inputs.supports.sizes

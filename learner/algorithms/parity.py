@@ -4,9 +4,13 @@
 
 If q is the engine's true sampling distribution, the mean of w is 1, whatever the learner's p. If q leaves out tokens
 that p has, the mean of w is the mass that q has kept. An engine at temperature T (1 + e) instead of T has
-d = e (log q + H) + O(e^2), where H is the entropy of the token's distribution: so e is the slope of d over log q + H.
-If the tokens were really sampled from q, the mean of log q + H is 0. It is above 0 for an engine that leaves out
-unlikely tokens.
+d = e (log q + H) + O(e^2), where H is the entropy of the token's distribution p: so e is the slope of d over log q + H.
+If the tokens were really sampled from q, the mean of w (log p + H) is 0, whatever p. It is above 0 for an engine that
+leaves out unlikely tokens.
+
+Standard errors are those without an error in the engine. Then w - 1 and w (log p + H) have mean 0 for each token, given
+all tokens before it. So they are uncorrelated, and the variance of their sum is the sum of their squares. Products of d
+and log q + H may be correlated along a row. So the error of the slope takes the sum of a row as one observation.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch import Tensor
 from async_rl.base.config import Sampling
 from async_rl.base.telemetry.metrics import Metric
 from learner.algorithms.diagnostics import MetricAccumulator, Totals
-from learner.algorithms.masked_ops import bounded_exp
+from learner.algorithms.masked_ops import bounded_exp, sum_by_row
 from learner.packing import ResponseTokens
 
 AXES = ("precision", "old_kv")
@@ -35,18 +39,23 @@ _SMALLEST, _BINS_A_DECADE, _DECADES = 1e-9, 20, 11
 def add_parity(
     sums: MetricAccumulator, response: ResponseTokens,
     log_rho: Tensor,  # [N] learner's - engine's logprobs
-    entropy: Tensor,  # [N]
+    entropy: Tensor,  # [N] of the learner's distributions, whose logprobs are in log_rho
 ) -> None:
-    """Add to `sums` the terms of `parity_metrics` for the tokens of a micro-batch."""
+    """Add to `sums` the terms of `parity_metrics` for the tokens of a micro-batch of whole rows."""
     d, x = log_rho.double(), (response.behaviour + entropy.detach()).double()
     bins = ((d.abs().clamp(min=_SMALLEST).log10() - math.log10(_SMALLEST)) * _BINS_A_DECADE).nan_to_num().long()
     bins = bins.clamp(max=_BINS_A_DECADE * _DECADES)
     w = bounded_exp(d)
-    columns = torch.stack([torch.ones_like(d), d.abs(), d, d.square(), w, w.square(), x, x.square(), x * d], -1)
+    s = w * (x + d)
+    columns = torch.stack(
+        [torch.ones_like(d), d.abs(), d.square(), w, w.square(), x.square(), x * d, s, s.square()], -1
+    )
     for axis, chosen in (("precision", response.comparable), ("old_kv", response.old_kv)):
         counts = chosen & response.trained
+        of_rows = sum_by_row(torch.where(counts, x * d, 0.0), response.rows, len(response.lengths))
         sums.add(**{
             f"parity_{axis}": torch.where(counts[:, None], columns, 0.0).sum(0),
+            f"parity_{axis}_rows": of_rows.square().sum(),
             f"parity_{axis}_bins": d.new_zeros(_BINS_A_DECADE * _DECADES + 1).index_add(0, bins, counts.double()),
         })  # fmt: skip
         sums.peak(**{f"parity_{axis}_max": torch.where(counts, d.abs(), 0.0).max() if len(d) else d.new_zeros(())})
@@ -84,31 +93,31 @@ def add_supports(
 def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
     """Return the metrics `parity/<axis>/...` from the sums of all ranks, for each axis with tokens.
 
-    mean_abs, p99_abs, max_abs: of |d|, in nats; p99_abs is the upper end of its bin. ratio_mean, ratio_var: of w. The
-    standard error of ratio_mean is sqrt(ratio_var / tokens). surprise, surprise_error: the mean of log q + H in nats,
-    and its standard error. slope, slope_error: the least-squares slope of d over log q + H, and its standard error.
-    explained: the share of d's variance that this line explains. parity/support/...: `wrong` is the share of tokens
-    counted by `add_supports`, `mass` the mean probability of a support. parity/precision/bits: bits of `dtype`, the
-    learner's compute type. Limits follow from it.
+    mean_abs, p99_abs, max_abs: of |d|, in nats; p99_abs is the upper end of its bin. ratio_mean: the mean of w.
+    surprise: the mean of w (log p + H) in nats. slope: the least-squares slope of d over log q + H, through 0.
+    ratio_var, surprise_var, slope_var: the standard error of each is sqrt(its variance / tokens), in a step and, by the
+    means of its variances over steps, in a run. explained: the share of the squares of d that this slope explains.
+    parity/support/...: `wrong` is the share of tokens counted by `add_supports`, `mass` the mean probability of a
+    support. parity/precision/bits: bits of `dtype`, the learner's compute type. Limits follow from it.
     """
     metrics = [Metric("parity/precision/bits", 8.0 * dtype.itemsize, "last", unit="bits")]
     for axis in AXES:
         if f"parity_{axis}" not in totals or not (n := float(totals[f"parity_{axis}"][0])):
             continue
-        size, d, d_squared, w, w_squared, x, x_squared, xd = (float(s) / n for s in totals[f"parity_{axis}"][1:])
+        size, d_squared, w, w_squared, x_squared, xd, surprise, surprise_var = (
+            float(s) / n for s in totals[f"parity_{axis}"][1:]
+        )
         counts = totals[f"parity_{axis}_bins"].cumsum()
         p99 = _SMALLEST * 10 ** ((int(np.searchsorted(counts, 0.99 * n - 1e-9)) + 1) / _BINS_A_DECADE)
         largest = float(totals[f"parity_{axis}_max"])
-        var_x, var_d, together = max(x_squared - x * x, 0.0), max(d_squared - d * d, 0.0), xd - x * d
-        slope = together / var_x if var_x > 1e-12 else 0.0
-        rest = max(var_d - slope * together, 0.0)
+        slope = xd / x_squared if x_squared > 1e-12 else 0.0
         path = f"parity/{axis}"
         tokens = Metric(f"{path}/tokens", n, "sum", unit="tokens")
         means = {
             "ratio_mean": w, "ratio_var": max(w_squared - w * w, 0.0), "slope": slope,
-            "surprise": x, "surprise_error": math.sqrt(var_x / n),
-            "slope_error": math.sqrt(rest / var_x / n) if var_x > 1e-12 else 0.0,
-            "explained": 1 - rest / var_d if var_d > 0 else 0.0,
+            "surprise": surprise, "surprise_var": surprise_var,
+            "slope_var": float(totals[f"parity_{axis}_rows"]) / n / x_squared**2 if x_squared > 1e-12 else 0.0,
+            "explained": slope * xd / d_squared if d_squared > 0 else 0.0,
         }  # fmt: skip
         metrics += [
             tokens, Metric(f"{path}/mean_abs", size, by=tokens.key, unit="nats"),

@@ -276,15 +276,16 @@ class Updater:
 
         def started(micro: MicroBatch) -> MicroBatch:
             trained, inputs = micro.response.trained, micro.inputs
-            proximal = None
+            proximal = entropy = None
             if objective.computes_proximal or self._balance:
-                logprobs = self.policy(inputs)[0]
-                proximal = torch.where(trained, logprobs, 0.0) if objective.computes_proximal else None
+                logprobs, entropies, *_ = self.policy(inputs)
+                if objective.computes_proximal:
+                    proximal, entropy = torch.where(trained, logprobs, 0.0), entropies
                 if self._balance:
                     counted.append(self._balance.counts(self._fed(micro)))
             return replace(
                 micro,
-                proximal=proximal,
+                proximal=proximal, entropy=entropy,
                 values=critic(inputs) if critic is not None and objective.computes_values else None,
                 reference=torch.where(trained, reference.logprobs(inputs), 0.0) if reference else None,
             )

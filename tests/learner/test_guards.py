@@ -219,3 +219,15 @@ def test_a_step_that_leaves_weights_not_finite_ends_the_run(tiny_model_path: Pat
     updater = Updater(config, CPU)
     with pytest.raises(AsyncRLError, match=r"^policy: .* lm\..*NaN"):
         updater.update(make_batch())
+
+
+def test_the_parity_of_a_batch_is_that_of_step_start_however_many_steps_it_takes(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    batch = make_batch(groups=6)
+    once, twice = (
+        values_of(open_updater(tiny_model_path, num_minibatches=parts, epochs=parts).update(batch)) for parts in (1, 2)
+    )
+    keys = [key for key in once if key.startswith("parity/precision/")]
+    assert once["parity/precision/tokens"] > 50 and "parity/precision/surprise" in keys
+    assert {key: twice[key] for key in keys} == pytest.approx({key: once[key] for key in keys}, rel=1e-4, abs=1e-6)

@@ -9,10 +9,10 @@ import pytest
 from async_rl.base.telemetry.certificate import ParityAxis, certificate, format_certificate, is_broken
 
 SOUND = {
-    32: {"mean_abs": 4e-7, "p99_abs": 2e-6, "max_abs": 3e-6, "ratio_var": 3e-13, "slope": -7e-9, "slope_error": 5e-9},
-    16: {"mean_abs": 9e-3, "p99_abs": 0.035, "max_abs": 0.2, "ratio_var": 2e-4, "slope": -3e-5, "slope_error": 1e-4},
+    32: {"mean_abs": 4e-7, "p99_abs": 2e-6, "max_abs": 3e-6, "ratio_var": 3e-13, "slope": -7e-9, "slope_var": 2e-13},
+    16: {"mean_abs": 9e-3, "p99_abs": 0.035, "max_abs": 0.2, "ratio_var": 2e-4, "slope": -3e-5, "slope_var": 1e-4},
 }
-REST = {"tokens": 10_000.0, "ratio_mean": 1.0, "explained": 0.01, "surprise": 0.001, "surprise_error": 0.01}
+REST = {"tokens": 10_000.0, "ratio_mean": 1.0, "explained": 0.01, "surprise": 0.001, "surprise_var": 1.0}
 COMPARED = {"parity/weights/compared": 4.0, "staleness/max": 0.0}
 
 
@@ -58,7 +58,7 @@ def test_likely_tokens_among_chosen_answers_and_slopes_within_errors_are_no_faul
     assert by_name(dropped)["precision"].state == "exact"
     assert by_name(figures(32, {"staleness/max": 2.0}, surprise=0.3))["precision"].state == "exact"  # first come
     assert by_name(figures(32, {**COMPARED, "buffer/dropped_late": 0.0}, surprise=0.3))["precision"].state == "broken"
-    assert by_name(figures(16, slope=4e-3, slope_error=1e-3, explained=0.5))["precision"].state == "bounded"
+    assert by_name(figures(16, slope=4e-3, slope_var=1e-2, explained=0.5))["precision"].state == "bounded"
 
 
 def test_a_server_with_other_weights_breaks_the_axis_of_weights_alone() -> None:

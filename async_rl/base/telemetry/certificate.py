@@ -19,7 +19,10 @@ CERTIFYING = (
 )
 """Settings for the run of `async-rl certify`: no token is stale, and every push is verified."""
 ERRORS = 4.0
-"""A mean ratio or a slope counts as beyond its limit only if it exceeds the limit by this many standard errors."""
+"""A mean or a slope counts as beyond its limit only if it exceeds the limit by this many standard errors of the run."""
+UNSEEN = 35.0
+"""The least standard error, in nats, of a run's summed surprise. A policy that is almost sure samples an unlikely token
+once in a while, with up to 30 nats. If a run has none by chance, the variance of its tokens is far too small."""
 WRONG_SUPPORTS = 0.01
 """The largest allowed share of tokens with a wrong support; engine and learner round differently at the border of
 top_p."""
@@ -79,36 +82,32 @@ def _weights(figures: Values) -> ParityAxis:
 
 
 def _precision(figures: Values) -> ParityAxis:
-    if not (n := figures.get("parity/precision/tokens", 0.0)):
+    if not figures.get("parity/precision/tokens"):
         return ParityAxis("precision", "not measured", "no token was trained by the version that sampled it")
     bits = int(figures["parity/precision/bits"])
-    if fault := find_fault(figures, n, LIMITS[bits]):
+    if fault := find_fault(figures, LIMITS[bits]):
         return ParityAxis("precision", "broken", f"{fault}: {_numbers(figures, 'precision')}")
     return ParityAxis("precision", "exact" if bits == 32 else "bounded", _numbers(figures, "precision"))
 
 
-def find_fault(figures: Values, tokens: float, limits: ParityLimits) -> str:
-    """Return a description of what is wrong on the axis `precision`; "" if all figures are within the limits.
-
-    Args:
-        tokens: the number of tokens measured.
-    """
+def find_fault(figures: Values, limits: ParityLimits) -> str:
+    """Return a description of what is wrong on the axis `precision`; "" if all figures are within the limits."""
     f = {name: figures[f"parity/precision/{name}"] for name in _NAMES}
     is_far = f["mean_abs"] > limits.mean or f["p99_abs"] > limits.p99 or f["max_abs"] > limits.largest
     if is_far and _routing(figures).state == "broken":
         return "routing: the learner replays experts that were not chosen with its weights"
-    ratio_error = math.sqrt(f["ratio_var"] / tokens)
-    if 1 - f["ratio_mean"] > limits.ratio + ERRORS * ratio_error:
+    if 1 - f["ratio_mean"] > limits.ratio + ERRORS * standard_error(figures, "ratio"):
         return (
             f"support: the server samples from tokens that have {f['ratio_mean']:.4f} of the learner's probability; "
             "its top_p, top_k, min_p or banned tokens are not the learner's"
         )
-    if f["surprise"] > ERRORS * f["surprise_error"] and not _is_selected(figures):
+    surprise_error = math.hypot(standard_error(figures, "surprise"), UNSEEN / figures["parity/precision/tokens"])
+    if f["surprise"] > ERRORS * surprise_error and not _is_selected(figures):
         return (
             f"support: the sampled tokens are more likely than the recorded distributions say, by {f['surprise']:.3f} "
             "nats; the server's top_p, top_k, min_p or temperature is not the learner's"
         )
-    has_slope = abs(f["slope"]) > limits.slope + ERRORS * f["slope_error"]
+    has_slope = abs(f["slope"]) > limits.slope + ERRORS * standard_error(figures, "slope")
     if has_slope and f["explained"] > EXPLAINED:
         return f"temperature: the server samples at {1 + f['slope']:.4f} times the learner's temperature"
     if not (is_far or has_slope):
@@ -116,6 +115,17 @@ def find_fault(figures: Values, tokens: float, limits: ParityLimits) -> str:
     if figures.get("parity/weights/compared") and not figures.get("parity/weights/unequal"):
         return "context: weights are equal, so the server reads KV of older weights (a stale prefix cache)"
     return "weights: the server computes with other weights, or reads KV of older ones (a stale prefix cache)"
+
+
+def standard_error(figures: Values, name: str) -> float:
+    """Return the standard error of a run's mean ratio, surprise or slope.
+
+    It is sqrt(sum of n_t var_t) / n for steps of n_t tokens, together n. The figure of var_t is its mean by tokens.
+
+    Args:
+        name: ratio, surprise or slope.
+    """
+    return math.sqrt(figures[f"parity/precision/{name}_var"] / figures["parity/precision/tokens"])
 
 
 def _is_selected(figures: Values) -> bool:
@@ -154,8 +164,8 @@ def _old_kv(figures: Values) -> ParityAxis:
 
 
 _NAMES = (
-    "mean_abs", "p99_abs", "max_abs", "ratio_mean", "ratio_var", "slope", "slope_error", "explained", "surprise",
-    "surprise_error",
+    "mean_abs", "p99_abs", "max_abs", "ratio_mean", "ratio_var", "slope", "slope_var", "explained", "surprise",
+    "surprise_var",
 )
 
 

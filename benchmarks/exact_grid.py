@@ -1,7 +1,8 @@
 """Trains a tiny mixture of experts at exact lags: with routing replayed or not, four corrections, top_p 1 and 0.9.
 
-    python -m benchmarks.exact_grid train --seeds 2     adds the cells that OUT.csv lacks, one by one
-    python -m benchmarks.exact_grid page                writes OUT.md, OUT.json and OUT.png from OUT.csv
+    python -m benchmarks.exact_grid train --seeds 0,1   adds the cells of these seeds that OUT.csv lacks, one by one
+    python -m benchmarks.exact_grid collapse            the same for larger steps at lag 1
+    python -m benchmarks.exact_grid_page                writes the page, its tables and its plot from the CSV files
 
 One process, one thread, no Ray: the hf engine's decoding batch samples, and the learner's Updater trains. Batch t is
 sampled by version max(0, t - lag). A cell of `one` version is what `staleness.mode: exact` trains on. In a cell of
@@ -106,7 +107,7 @@ def cells(seeds: Sequence[int]) -> Iterator[ExactCell]:
             if lag in (0, 8):
                 for routing in ("sampled", "ignore"):
                     yield ExactCell(seed, lag, "1", "TIS", routing, engine="float32")
-            if lag == 8:
+            if lag and "TIS" in corrections:
                 for routing in ("sampled", "returned", "ignore"):
                     yield ExactCell(seed, lag, "1", "TIS", routing, versions="two")
 

@@ -249,6 +249,29 @@ def test_a_dry_run_prints_all_settings_only_if_asked_and_then_is_valid_yaml(
     assert load_config(read_yaml(whole)[0]) == config
 
 
+@pytest.mark.parametrize(("rules", "buffer", "says"), [
+    ({"top_p": 0.95}, {}, "about 7 (temperature 0.6) to 108 (temperature 1), at most 0.86 GB in the journal"),
+    ({"top_p": 0.85}, {}, "about 5 (temperature 0.6) to 51 (temperature 1), at most 0.41 GB in the journal"),
+    ({"top_p": 0.95, "top_k": 2}, {}, "about 4 (temperature 0.6) to 4 (temperature 1), at most 0.032 GB"),
+    ({"min_p": 0.05}, {}, "about 16 (temperature 0.6) to 31 (temperature 1), at most 0.25 GB in the journal"),
+    ({"top_p": 0.95}, {"journal_keep_steps": -1}, "at most 2.2 GB in the journal"),
+    ({"top_p": 0.95}, {"journal": False}, "about 7 (temperature 0.6) to 108 (temperature 1)\n"),
+    ({"top_p": 0.999}, {}, "about 16 (temperature 0.6) or far more (temperature 1)\n"),
+])  # fmt: skip
+def test_a_dry_run_says_what_the_supports_of_tokens_take(
+    rules: dict[str, float], buffer: dict[str, Any], says: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 steps of 100 x 10 answers with 1000 tokens are 8 million tokens. A small support has 1.5 bytes for each id."""
+    monkeypatch.setattr("async_rl.run.before_start.dry_run.check_inputs", lambda config, task: [])
+    config = make_config(
+        model_folder, rollout={"engine": "hf", "group_size": 10, "max_response_tokens": 1000, **rules},
+        learner={"prompts_per_step": 100}, run={"steps": 20}, checkpoint={"every_steps": 4},
+        buffer={"journal_keep_steps": 5, **buffer},
+    )
+    (line,) = (each for each in dry_run(config).splitlines(keepends=True) if "supports, bytes a sampled token" in each)
+    assert says in line
+
+
 @pytest.mark.nightly
 def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tmp_path: Path) -> None:
     save_headers(Qwen2Config(**QWEN2_5["7B"]), tmp_path)

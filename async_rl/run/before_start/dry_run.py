@@ -91,7 +91,9 @@ def supports_line(config: Config) -> str:
     low, high = (min(size, 1 + _ID_BYTES * most_ids) for size in (above[0] if above else (16.0, inf)))
     steps = min(config.run.steps, config.journal_kept_steps if config.journal_kept_steps >= 0 else config.run.steps)
     tokens = steps * config.episodes_per_step * config.longest_response_tokens
-    kept = f", at most {high * tokens / 1e9:.2g} GB in the journal" if config.buffer.journal and high < inf else ""
+    if high == inf:
+        return f"about {low:.0f} (temperature 0.6) or far more (temperature 1)"
+    kept = f", at most {high * tokens / 1e9:.2g} GB in the journal" if config.buffer.journal else ""
     return f"about {low:.0f} (temperature 0.6) to {high:.0f} (temperature 1){kept}"
 
 

@@ -65,3 +65,15 @@ def test_a_server_that_does_not_record_the_experts_of_a_mixture_is_refused(tmp_p
         asyncio.run(attach(changed(config, weight_sync={"on_update": "retract"}), recording))
     ignoring = changed(config, rollout={"routing": "ignore"}, weight_sync={"on_update": "retract"})
     asyncio.run(attach(ignoring, says))
+
+
+def test_a_server_that_gives_too_few_of_the_ids_that_a_token_was_drawn_from_is_refused() -> None:
+    says: dict[str, Any] = {"disable_overlap_schedule": True}
+    for most, hint in ((None, "support: ignore."), (99, "rollout.top_k: 99")):
+        known = says if most is None else says | {"sampling_mask_max_tokens": most}
+        asked: list[str] = []
+        with pytest.raises(ConfigError, match=f"server_urls.*--sampling-mask-max-tokens 100 .*{hint}"):
+            asyncio.run(attach(CONFIG, known, asked, support_ids=100))
+        assert set(asked) == {"/server_info"}, "the server must be left alone"
+        asyncio.run(attach(CONFIG, known))  # a run without supports needs none
+    asyncio.run(attach(CONFIG, says | {"sampling_mask_max_tokens": 100}, support_ids=100))

@@ -1,6 +1,6 @@
 """Servers join, leave and die at chosen moments of runs; each run is audited, and the outcomes are tabulated.
 
-    python -m benchmarks.elastic_matrix CONFIG --engine hf --situations plain,push,... overrides ...
+    python -m benchmarks.elastic_matrix CONFIG --engine hf --situations group,push,... overrides ...
     python -m benchmarks.elastic_matrix CONFIG --engine hf --walk 1200 --seed 1 overrides ...
 
 A run begins with one server and may have three (placement.rollout.servers: {min: 1, max: 3}). Each situation is a run
@@ -29,7 +29,7 @@ of its own, in which the events follow one another; the next event waits until t
     delta         weight_sync.delta=true in bfloat16
     adapter       weight_sync.lora=adapter
 
-The walk makes random events for so many seconds. The audit is benchmarks/run_audit.py.
+The walk makes random events for so many seconds. The audit is benchmarks/run_audit.py. Each run has a row of its own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ import itertools
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +51,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -105,8 +108,6 @@ SLOW_GLOO = TransportEntry(open=partial(SlowTransport, backend="gloo"), delivers
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    engine: str
-    situation: str
     event: str
     recovered_s: float
     """Seconds from the event until the run had as many servers as wanted and had made two more steps. They are known to
@@ -277,7 +278,7 @@ def disturb(run: DisturbedRun, events: Iterable[str], rng: random.Random, outcom
                 seconds = run.happen(event, rng)
             except (AsyncRLError, subprocess.CalledProcessError) as error:
                 problem = str(error)
-            outcomes.append(Outcome(run.engine, run.situation, event, round(seconds, 1), problem))
+            outcomes.append(Outcome(event, round(seconds, 1), problem))
             print(outcomes[-1], flush=True)
             if problem:
                 return {"every event is survived": f"{event}: {problem}"}
@@ -286,26 +287,35 @@ def disturb(run: DisturbedRun, events: Iterable[str], rng: random.Random, outcom
         run.command.kill()
 
 
-def report(outcomes: Sequence[Outcome], audits: Sequence[dict[str, str]]) -> str:
-    """Return the page of all outcomes and audits."""
-    lines = []
-    for engine, situation in dict.fromkeys((o.engine, o.situation) for o in outcomes):
-        cells = [engine, situation]
-        for event in EVENTS:
-            found = [o for o in outcomes if (o.engine, o.situation, o.event) == (engine, situation, event)]
-            good = [f"{o.recovered_s:.0f}" for o in found if not o.problem]
-            bad = sum(bool(o.problem) for o in found)
-            cells.append(", ".join([*good, *([f"{bad} FAILED"] if bad else [])]) or "-")
-        lines.append(cells)
-    problems = [f"- {what}: {problem}" for each in audits for what, problem in each.items() if problem]
-    clean = sum(not any(each.values()) for each in audits)
+def report(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the page of all runs, those of this call of the program and those that its file had before."""
+    lines, commands = [], [*dict.fromkeys(run["command"] for run in runs)]
+    tried = {outcome["event"] for run in runs for outcome in run["outcomes"]}
+    events = [event for event in EVENTS if event in tried]
+    for run in runs:
+        cells = [run["engine"], run["situation"]]
+        for event in events:
+            found = [o for o in run["outcomes"] if o["event"] == event]
+            cells.append(", ".join("FAILED" if o["problem"] else f"{o['recovered_s']:.0f}" for o in found) or "-")
+        bad = sum(bool(problem) for problem in run["audit"].values())
+        call = str(commands.index(run["command"]) + 1)
+        lines.append([*cells, f"problems: {bad}" if bad else "clean", call, run["commit"], str(run["load"])])
+    header = ("engine", "situation", *events, "audit", "call", "commit", "load")
+    problems = [
+        f"- {run['engine']}, {run['situation']}: {check}: {problem}"
+        for run in runs for check, problem in run["audit"].items() if problem
+    ]
+    calls = "\n".join(f"{number}. `{command}`" for number, command in enumerate(commands, 1))
     return f"""Servers join, leave and die at chosen moments. {machine_text()}.
 
-Seconds from the event until as many servers serve as wanted and two more steps are made; `-`: not tried.
+Seconds from the event until as many servers serve as wanted and two more steps are made; `-`: not tried. Load: the
+machine's load average after the run, other programs' included.
 
-{Table(("engine", "situation", *EVENTS), lines).markdown()}
-Audits: {clean} of {len(audits)} runs have no problem.
-{chr(10).join(problems)}
+{Table(header, lines).markdown()}
+{chr(10).join([*problems, ""]) if problems else ""}
+The calls:
+
+{calls}
 
 ```
 {__doc__}```
@@ -324,25 +334,26 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     rng, known_file = random.Random(arguments.seed), arguments.out.with_name(f"{arguments.out.name}.json")
-    known = json.loads(known_file.read_text()) if known_file.exists() else {"outcomes": [], "audits": []}
-    outcomes, audits = [Outcome(**each) for each in known["outcomes"]], list(known["audits"])
+    runs = json.loads(known_file.read_text())["runs"] if known_file.exists() else []
+    command = shlex.join(["python", "-m", "benchmarks.elastic_matrix", *sys.argv[1:]])
     possible = [each for each in EVENTS if each != "kill server" or arguments.engine == "sglang"]
+    events = arguments.events.split(",") if arguments.events else possible
     for situation in ["walk"] if arguments.walk else arguments.situations.split(","):
         folder = Path(tempfile.mkdtemp(prefix=f"elastic-{situation}-"))
-        settings = "group" if arguments.walk else situation
+        settings, commit = "group" if arguments.walk else situation, describe_machine()["commit"]
+        outcomes: list[Outcome] = []
         run = DisturbedRun(arguments.config, arguments.engine, settings, arguments.overrides, folder)
-        run.situation = situation
-        events = arguments.events.split(",") if arguments.events else possible
         found = disturb(run, walk(events, arguments.walk, rng) if arguments.walk else events, rng, outcomes)
-        audits.append({f"{arguments.engine}, {situation}: {check}": problem for check, problem in found.items()})
         print({check: problem for check, problem in found.items() if problem} or "audit: no problem", flush=True)
         if any(found.values()):
             print(f"logs: {folder}", flush=True)
         else:
             shutil.rmtree(folder)
-        numbers = {"machine": describe_machine(), "load": os.getloadavg()[0]}
-        numbers |= {"outcomes": [asdict(each) for each in outcomes], "audits": audits}
-        write_page(arguments.out, report(outcomes, audits), numbers)
+        runs.append({
+            "engine": arguments.engine, "situation": situation, "command": command, "commit": commit,
+            "load": round(os.getloadavg()[0], 1), "outcomes": [asdict(each) for each in outcomes], "audit": found,
+        })
+        write_page(arguments.out, report(runs), {"machine": describe_machine(), "runs": runs})
 
 
 if __name__ == "__main__":

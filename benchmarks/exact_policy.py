@@ -142,7 +142,7 @@ def sizes(answered: Answered) -> dict[str, float]:
     packed = [pack_supports("support", [*rows_of(replies)]) for _, replies in answered]
     counts = np.concatenate([r.support.sizes for _, replies in answered for r in replies if r.support is not None])
     return {
-        "bytes_a_token": sum(len(each[1]) for each in packed if each is not None) / len(counts),
+        "bytes_a_token": sum(len(each[1]) for each in packed) / len(counts),
         "ids_mean": float(counts.mean()), "ids_p95": float(np.quantile(counts, 0.95)), "ids_max": float(counts.max()),
     }
 

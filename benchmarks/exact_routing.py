@@ -135,7 +135,7 @@ def group_of(request: GenerationRequest, replies: Sequence[SampledReply]) -> Gro
 def sizes(groups: Sequence[Group]) -> dict[str, float]:
     """Return the bytes of the experts for each sampled token, in a message and before compression."""
     tokens = sum(group.num_tokens for group in groups)
-    columns = [pack_routing("routing", group)[3] for group in groups]  # type: ignore[index]
+    columns = [pack_routing("routing", group)[3] for group in groups]
     return {
         "bytes_a_token": sum(len(frame) for _, frame in columns) / tokens,
         "raw_bytes_a_token": sum(size for size, _ in columns) / tokens,

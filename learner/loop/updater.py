@@ -30,7 +30,6 @@ from async_rl.base.config import Config
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens, policy_lr
-from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.telemetry.metrics import TOKENS, Metric
 from async_rl.base.types import Batch, FloatArray
 from async_rl.base.weights.transport import serving_dtype
@@ -52,7 +51,6 @@ from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.loop.ranks import open_ranks
 from learner.memory.sizes import free_room, surely_fits
-from learner.models.balance import RouterBalance, balance_slopes
 from learner.models.policy import layout_of, open_policy, shard
 from learner.packing import (
     ForwardInputs,
@@ -65,6 +63,7 @@ from learner.packing import (
 )
 
 if TYPE_CHECKING:
+    from learner.models.balance import RouterBalance
     from learner.models.critic import Critic
     from learner.models.reference import Reference
 
@@ -92,10 +91,15 @@ class Updater:
         self.policy = open_policy(config.model, dtype)
         self.policy.forbidden = forbidden_tokens(config)
         if experts := recorded_experts(config):
+            from async_rl.base.models_and_data.routing import Routing
+
             self.policy.routing = Routing(self.policy.lm, experts)
         offloads = config.learner.offload == "all"
-        aux_coef = config.algorithm.router_aux_coef
-        self._balance = RouterBalance(self.policy.lm, experts_of(config.model.path)) if aux_coef else None
+        self._balance: RouterBalance | None = None
+        if config.algorithm.router_aux_coef:
+            from learner.models.balance import RouterBalance
+
+            self._balance = RouterBalance(self.policy.lm, experts_of(config.model.path))
         shard(self.policy, ranks, config.learner, offloads, checkpoints)
         self._reward_model = None
         if config.reward_model.path:
@@ -295,8 +299,7 @@ class Updater:
             counted: list[Tensor] = []
             minibatch = replace(minibatch, micro_batches=tuple(map(started, minibatch.micro_batches)))
             if self._balance:
-                dist.all_reduce(total := torch.stack(counted).sum(0))
-                minibatch = replace(minibatch, balance=balance_slopes(total[:-1], int(total[-1])))
+                minibatch = replace(minibatch, balance=self._balance.slopes(counted))
             done.append(minibatch)
         return done
 

@@ -11,9 +11,11 @@ themselves now, even where recorded choices are replayed, because those are to b
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.base.errors import ConfigError
@@ -40,7 +42,7 @@ class RouterBalance:
             )
         self._experts = experts
         logits = torch.randn(10, experts.count, generator=torch.Generator().manual_seed(0))
-        slopes = balance_slopes(_count(logits, experts.per_token), 5 * 2)
+        slopes = _slopes(_count(logits, experts.per_token), 5 * 2)
         own = (_probabilities(logits) @ slopes).sum()
         expected = defined((logits[:5], logits[5:]), experts.count, experts.per_token)
         if not torch.allclose(own, expected, rtol=1e-4):
@@ -64,17 +66,23 @@ class RouterBalance:
         chosen = sum(_count(logits[fed], self._experts.per_token) for logits in self._logits)
         return torch.cat([torch.as_tensor(chosen), fed.sum()[None] * len(self._logits)])
 
+    @staticmethod
+    def slopes(counted: Sequence[Tensor]) -> Tensor:
+        """Return E * f_e / N of a minibatch, [E], from the `counts` of its micro-batches on all ranks. Collective."""
+        dist.all_reduce(total := torch.stack(list(counted)).sum(0))
+        return _slopes(total[:-1], int(total[-1]))
+
     def loss(self, fed: Tensor, slopes: Tensor) -> Tensor:
         """Return the share of the loss of the last forward pass's tokens, a scalar with gradient.
 
         Args:
             fed: [tokens] bool, False for padding.
-            slopes: [E] of the minibatch, from `balance_slopes`.
+            slopes: [E] of the minibatch, from `slopes`.
         """
         return torch.stack([(_probabilities(logits[fed]) @ slopes).sum() for logits in self._logits]).sum()
 
 
-def balance_slopes(chosen: Tensor, tokens: int) -> Tensor:
+def _slopes(chosen: Tensor, tokens: int) -> Tensor:
     """Return E * f_e / N, [E]. The loss is the sum of slopes_e * p_e over N tokens and layers.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -27,10 +27,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.model_folder import weight_files
-from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.weights.checkpoint_names import Source, sources_of
 from learner.loop.optimizer import check_finite
 from learner.packing import PackedTokens, attention_mask, block_mask
+
+if TYPE_CHECKING:
+    from async_rl.base.models_and_data.routing import Routing
 
 _SHOWN = 5
 

@@ -12,7 +12,8 @@ from async_rl.base.config import Config, ModelConfig, WeightSyncConfig
 from async_rl.base.config.check import SettingsError
 from async_rl.base.config.learning import default_lr
 from async_rl.base.config.loading import load_config
-from async_rl.base.config.weight_sync import check_compact_type
+from async_rl.base.config.weight_sync import check_sending
+from async_rl.base.seams import TRANSPORTS
 from tests.kit.configs import make_config
 
 FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
@@ -77,10 +78,10 @@ def test_an_episode_is_as_long_as_its_limit_says(
 
 def test_a_sparse_push_is_refused_where_auto_gives_float32() -> None:
     sparse = dataclasses.replace(make_config(), weight_sync=WeightSyncConfig(delta=True))
-    check_compact_type(sparse.weight_sync, sparse.model, "cuda")
-    check_compact_type(sparse.weight_sync, ModelConfig(path="none", dtype="bfloat16"), "cpu")
+    check_sending(sparse, TRANSPORTS, "cuda")
+    check_sending(dataclasses.replace(sparse, model=ModelConfig(path="none", dtype="bfloat16")), TRANSPORTS, "cpu")
     with pytest.raises(SettingsError, match=r"^weight_sync\.delta"):
-        check_compact_type(sparse.weight_sync, sparse.model, "cpu")
+        check_sending(sparse, TRANSPORTS, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from async_rl.base.config.learning import check_average
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.config.system import CheckpointConfig
 from async_rl.base.config.watch import check_watch
-from async_rl.base.config.weight_sync import check_compact, check_staging
 from async_rl.base.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
 
 if TYPE_CHECKING:
@@ -207,10 +206,10 @@ def check_cross_section(config: Config) -> None:
         _check_engine(config)
         working = _possible_transports(config)
         _check_transport(config, working)
-        check_staging(
-            config.weight_sync, config.rollout, config.shares_gpus, config.placement.rollout.tp, working
-        )
-        check_compact(config.weight_sync, config.rollout, config.model, working)
+        if not config.weight_sync.is_plain:
+            from async_rl.base.config.weight_sync import check_push
+
+            check_push(config, working)
     if config.staleness.mode == "exact":
         _check_exact(config)
 

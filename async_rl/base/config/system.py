@@ -85,6 +85,11 @@ class WeightSyncConfig(OnePart):
         return self.delta or self.lora == "adapter"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether servers get whole weights, while they are paused."""
+        return not self.is_compact and self.double_buffer == "none"
+
+    @property
     def transport_entry(self) -> TransportEntry | None:
         """The `TransportEntry` named by `transport`; None for auto, which the first of `working_transports` replaces.
         """

@@ -41,7 +41,6 @@ from async_rl.base.messages.fields import (
     unpack,
 )
 from async_rl.base.messages.limits import Limits
-from async_rl.base.messages.packed import pack_routing, pack_supports, read_routing, read_supports
 from async_rl.base.types import (
     BoolArray,
     EpisodeFacts,
@@ -103,8 +102,7 @@ def encode_group(group: Group) -> bytes:
             **{name: pack_field(getattr(group, name)) for name, pack_field in _PACK_GROUP.items()},
             "lengths": pack_array(np.array([len(row.tokens) for row in rows], INT32)),
             **{name: pack_array(array) for name, array in arrays.items()},
-            **{name: pack_supports(name, rows) for name in _TOKEN_SETS},
-            **{name: pack_routing(name, group) for name in _EXPERT_CHOICES},
+            **{name: _pack_column(name, group) for name in (*_TOKEN_SETS, *_EXPERT_CHOICES)},
             **{
                 name: pack_field([getattr(row, name) for row in rows])
                 for name, pack_field in _PACK_ROWS.items()
@@ -112,6 +110,15 @@ def encode_group(group: Group) -> bytes:
             "episodes": pack_episodes(group),
         }
     )
+
+
+def _pack_column(name: str, group: Group) -> list[Any] | None:
+    """Return the field `name` of the rows, several numbers for each token, as a column; None if no row has it."""
+    if all(getattr(row, name) is None for row in group.rows):
+        return None
+    from async_rl.base.messages.packed import pack_routing, pack_supports
+
+    return pack_supports(name, group.rows) if name in _TOKEN_SETS else pack_routing(name, group)
 
 
 class GroupColumns(NamedTuple):
@@ -215,14 +222,23 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     rows: dict[str, Any] = {name: read(fields, ends[-1], ends[-1], lengths) for name, read in _READ_TOKENS.items()}
     newest_version = _check_versions(rows["versions"], facts.start_version, lengths, ends)
     trained_tokens = _check_mask(rows["mask"], rows["logprobs"], lengths, ends)
-    for name in _TOKEN_SETS:
-        rows[name] = read_supports(
-            fields, name, rows["tokens"], rows["mask"], lengths, limits.max_support_ids, limits.needs_support_logprobs
-        )
-        if limits.needs_support and rows[name] is None:
-            raise fields.refuse(name, "the ids that each token was drawn from: rollout.top_p, top_k or min_p is set")
     num_prompt = len(facts.prompt_tokens)
-    rows |= {name: read_routing(fields, name, num_prompt, lengths, limits) for name in _EXPERT_CHOICES}
+    for name in _TOKEN_SETS:
+        rows[name] = None
+        if fields.value(name) is not None:
+            from async_rl.base.messages.packed import read_supports
+
+            rows[name] = read_supports(fields, name, rows["tokens"], rows["mask"], lengths, limits)
+        elif limits.needs_support:
+            raise fields.refuse(name, "the ids that each token was drawn from: rollout.top_p, top_k or min_p is set")
+    for name in _EXPERT_CHOICES:
+        rows[name] = [None] * len(lengths)
+        if fields.value(name) is not None:
+            from async_rl.base.messages.packed import read_routing
+
+            rows[name] = read_routing(fields, name, num_prompt, lengths, limits)
+        elif limits.needs_routing:
+            raise fields.refuse(name, "the experts of each token: the model has some, and rollout.routing is replay")
     if not num_prompt:
         _check_no_prompt(limits.max_prompt_tokens, rows["mask"], lengths)
     rows |= {name: read(fields, len(lengths)) for name, read in _READ_ROWS.items()}

@@ -35,8 +35,8 @@ MASS_ERROR = 1e-3
 """How far the sum of a support's probabilities may be from 1."""
 
 
-def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
-    """Return the supports of a group's rows as a column; None if no row has a support.
+def pack_supports(name: str, rows: Sequence[Row]) -> list[Any]:
+    """Return the supports of a group's rows as a column.
 
     Args:
         name: the field of Row.
@@ -46,8 +46,6 @@ def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
             vocabulary, or the column is too large for a message.
     """
     supports = [getattr(row, name) for row in rows]
-    if not any(support is not None for support in supports):
-        return None
     for i, (row, support) in enumerate(zip(rows, supports, strict=True)):
         sets = None if support is None else len(support)
         if sets != len(row.tokens):
@@ -68,29 +66,25 @@ def pack_supports(name: str, rows: Sequence[Row]) -> list[Any] | None:
 
 
 def read_supports(
-    fields: Fields, name: str, tokens: IntArray, mask: BoolArray, lengths: Sequence[int], max_ids: int,
-    needs_logprobs: bool = False,
-) -> Support | None:
-    """Read the column of `pack_supports`. Returns one Support of all rows in order; None if the group has none.
+    fields: Fields, name: str, tokens: IntArray, mask: BoolArray, lengths: Sequence[int], limits: Limits
+) -> Support:
+    """Read the column of `pack_supports`. Returns one Support of all rows in order.
 
-    Each trained token must have a set of 1..max_ids ascending ids that contains the token; other tokens must have none.
-    Otherwise this raises WireError.
+    Each trained token must have a set of ascending ids that contains the token, at most limits.max_support_ids; other
+    tokens must have none. Probabilities, if recorded, must add up to 1. Otherwise this raises WireError.
 
     Args:
         tokens, mask: [sum of T] the tokens of all rows, and whether each is trained.
         lengths: the number of tokens of each row.
-        max_ids: 0: the group must not have supports.
-        needs_logprobs: the ids must have logprobs, and the probabilities of each token must add up to 1.
     """
-    if fields.value(name) is None:
-        return None
+    max_ids = limits.max_support_ids
     if not max_ids:
         raise fields.refuse(name, "None: nothing narrows what this run samples, or algorithm.support is ignore")
     data = decompress(fields, name, fields.value(name), most_support_bytes(len(tokens), max_ids))
     numbers = from_varints(fields, name, data)
     sizes, steps = np.split(numbers, [len(tokens)])
     has_logprobs = len(steps) > 0 and 2 * int(sizes.sum()) == len(steps)
-    if needs_logprobs and not has_logprobs:
+    if limits.needs_support_logprobs and not has_logprobs:
         raise fields.refuse(name, "a logprob of each id: algorithm.loss reads them", len(numbers))
     steps, surprises = np.split(steps, [len(steps) // 2]) if has_logprobs else (steps, steps[:0])
     if len(sizes) < len(tokens) or int(sizes.sum()) != len(steps):
@@ -123,10 +117,8 @@ def read_supports(
     return Support(ids, offsets, logprobs)
 
 
-def pack_routing(name: str, group: Group) -> list[Any] | None:
+def pack_routing(name: str, group: Group) -> list[Any]:
     """Return the experts of a group's tokens (MoE routing) as [bytes of one number, layers, k, column].
-
-    Returns None if no row has a routing.
 
     Args:
         name: the field of Row.
@@ -135,9 +127,7 @@ def pack_routing(name: str, group: Group) -> list[Any] | None:
         WireError: only some rows have a routing, their shapes differ, or the column is too large for a message.
     """
     routings: list[RoutingArray | None] = [getattr(row, name) for row in group.rows]
-    some = next((routing for routing in routings if routing is not None), None)
-    if some is None:
-        return None
+    some = next(routing for routing in routings if routing is not None)
     num_prompt = len(group.prompt_tokens)
     parts: list[RoutingArray] = []
     for i, (row, routing) in enumerate(zip(group.rows, routings, strict=True)):
@@ -152,8 +142,8 @@ def pack_routing(name: str, group: Group) -> list[Any] | None:
 
 def read_routing(
     fields: Fields, name: str, num_prompt: int, lengths: Sequence[int], limits: Limits
-) -> list[RoutingArray | None]:
-    """Read the column of `pack_routing`. Returns the routing of each row, or None for each if the group has none.
+) -> list[RoutingArray]:
+    """Read the column of `pack_routing`. Returns the routing of each row.
 
     WireError: the number of layers, of experts per token, or an expert's number is not the model's.
 
@@ -162,10 +152,6 @@ def read_routing(
         lengths: the number of tokens of each row's response.
     """
     column = fields.value(name)
-    if column is None:
-        if limits.needs_routing:
-            raise fields.refuse(name, "the experts of each token: the model has some, and rollout.routing is replay")
-        return [None] * len(lengths)
     if not isinstance(column, list) or len(column) != 4 or not all(type(number) is int for number in column[:3]):
         raise fields.refuse(name, "None, or a list of the bytes of a number, layers, experts of a token, and a column")
     *sizes, packed = column
@@ -190,7 +176,7 @@ def read_routing(
         if routing.size and (largest := int(routing.max())) >= limits.num_experts:
             raise fields.refuse(f"rows[{i}].{name}", f"0..{limits.num_experts - 1}, the numbers of experts", largest)
         routing.flags.writeable = False
-    return list(routings)
+    return routings
 
 
 def compress(name: str, data: bytes) -> list[Any]:

@@ -19,7 +19,6 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.config.check import check, either
 from async_rl.base.config.resolve import Decided, resolve
-from async_rl.base.config.weight_sync import check_compact_transport, check_compact_type, check_staging_transport
 from async_rl.base.errors import ConfigError
 from async_rl.base.seams import working_transports
 from async_rl.run.processes.ray_start import JOIN_COMMANDS, NoClusterError, open_ray
@@ -285,14 +284,14 @@ def decide_placement(config: Config, parts: Sequence[HostDemand]) -> Decided:
     decided = dict[str, Any]()
     if (servers := servers_per_gpu(parts)) > 1:
         decided["rollout.gpu_memory_utilization"] = config.rollout.gpu_memory_utilization / servers
-    check_compact_type(config.weight_sync, config.model, "cuda" if any(_shares(parts)) else "cpu")
+    working = _working_transports(config, parts)
     if config.weight_sync.transport == "auto":
-        working = _working_transports(config, parts)
         decided["weight_sync.transport"] = working[0]
-        settings = resolve(config, decided)
-        check_staging_transport(settings.weight_sync, working)
-        check_compact_transport(settings.weight_sync, working)
     settings = resolve(config, decided)
+    if not settings.weight_sync.is_plain:
+        from async_rl.base.config.weight_sync import check_sending
+
+        check_sending(settings, working, "cuda" if any(_shares(parts)) else "cpu")
     if settings.rollout.server_url:
         from async_rl.run.before_start.attached_server import check_server_reaches_learner
 

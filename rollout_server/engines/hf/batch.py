@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,11 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.types import RoutingArray
 from rollout_server.engines.base import GenerationRequest, PartialReply, SampledReply, StopTexts
+
+if TYPE_CHECKING:
+    from async_rl.base.models_and_data.routing import Routing
 
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""

@@ -36,7 +36,6 @@ from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.model_folder import end_tokens, forbidden_tokens, load_tokenizer, weight_files
 from async_rl.base.models_and_data.model_loading import quiet_loading
-from async_rl.base.models_and_data.routing import Routing
 from async_rl.base.network import authorization
 from async_rl.base.ports import open_listener
 from async_rl.base.weights.broadcast import Receiver
@@ -92,6 +91,8 @@ class HFEngine:
         experts = await asyncio.to_thread(recorded_experts, self._config)
         routing = None
         if experts:
+            from async_rl.base.models_and_data.routing import Routing
+
             routing = Routing(self.model, experts)
             tokens = torch.arange(_TESTED_TOKENS, device=self.model.device)[None]
             await asyncio.to_thread(routing.self_test, lambda: self.model(tokens).logits.float().log_softmax(-1))

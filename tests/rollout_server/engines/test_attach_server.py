@@ -67,7 +67,7 @@ def test_a_server_that_does_not_record_the_experts_of_a_mixture_is_refused(tmp_p
     asyncio.run(attach(ignoring, says))
 
 
-def test_a_server_that_gives_too_few_of_the_ids_that_a_token_was_drawn_from_is_refused() -> None:
+def test_a_server_that_gives_too_few_ids_of_a_support_is_refused() -> None:
     says: dict[str, Any] = {"disable_overlap_schedule": True}
     for most, hint in ((None, "support: ignore."), (99, "rollout.top_k: 99")):
         known = says if most is None else says | {"sampling_mask_max_tokens": most}

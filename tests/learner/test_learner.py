@@ -175,12 +175,14 @@ def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
     torch.distributed.destroy_process_group()
 
 
-def test_gloo_stays_on_loopback_when_the_ranks_meet_there(
+def test_gloo_and_nccl_stay_on_loopback_when_the_ranks_meet_there(
     open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)
     open_run()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert [os.environ[variable] for variable in variables] == ["lo", "=lo"]  # a bare name is a prefix to NCCL
     torch.distributed.destroy_process_group()
 
 

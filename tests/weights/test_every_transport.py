@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.weights import PushState, WeightPublisher, open_filler, open_publisher
+from async_rl.base.weights.parcels import SUFFIX, adapter_parcel, checksum
 from benchmarks.weight_receiver import tensor_names
 from tests.kit.configs import changed
 from tests.kit.engines.forked_receiver import ForkedReceiver
@@ -32,6 +34,7 @@ PROCESSES: dict[str, dict[str, Any]] = {
     "gloo": {"transport": "gloo"},
     "gloo staged": {"transport": "gloo", "double_buffer": "device"},
     "gloo delta": {"transport": "gloo", "delta": True},
+    "gloo adapter": {"transport": "gloo", "lora": "adapter", "bucket_bytes": 4096},
     "disk, process": {"transport": "disk"},
     "disk delta": {"transport": "disk", "delta": True},
 }
@@ -101,12 +104,23 @@ class Pushes:
         for number, name in enumerate(tensor_names(NUM_TENSORS)):
             if number == NUM_TENSORS // 2 and kills:
                 kill(kills)
-            yield name, torch.full((512, 512), float(version))
+            weight = torch.full((512, 512), float(version))
+            yield adapted(name, version) if self.config.weight_sync.lora == "adapter" else (name, weight)
 
     def close(self) -> None:
         self.publisher.close()
         for receiver in self.receivers:
             receiver.close()
+
+
+BASE = torch.ones(512, 512)
+"""Each tensor of the model folder from which servers start."""
+
+
+def adapted(name: str, version: int) -> tuple[str, Tensor]:
+    """A parcel that makes of BASE a tensor that holds `version`: 1 + .5 * 2 * (version - 1)."""
+    a, b = torch.ones(2, 512), torch.full((512, 2), version - 1.0)
+    return name + SUFFIX, adapter_parcel(a, b, 0.5, BASE.dtype, checksum(BASE))
 
 
 def kill(receiver: Receiver) -> None:
@@ -120,10 +134,14 @@ def kill(receiver: Receiver) -> None:
 def pushes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pushes]:
     """Two servers have got version 1 as their first weights."""
     way: str = request.param
+    sync, model = {**OBJECTS, **PROCESSES}[way], tmp_path / "model"
+    model.mkdir()
+    save_file({name: BASE.clone() for name in tensor_names(NUM_TENSORS)}, model / "model.safetensors")
     made = Pushes(
         changed(
-            CONFIG, rollout={"engine": OBJECT_ENGINE if way in OBJECTS else "hf"}, run={"dir": str(tmp_path)},
-            weight_sync={**OBJECTS, **PROCESSES}[way], timeouts={"push_s": 600.0},  # a loss is noticed, not waited out
+            CONFIG, model={"path": model, "lora": {"rank": 2 * ("lora" in sync)}}, run={"dir": str(tmp_path)},
+            rollout={"engine": OBJECT_ENGINE if way in OBJECTS else "hf"}, weight_sync=sync,
+            timeouts={"push_s": 600.0},  # a loss is noticed, not waited out
         ),
         way,
     )

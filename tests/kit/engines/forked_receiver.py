@@ -20,13 +20,13 @@ NUM_ELEMENTS = 512 * 512
 
 
 class ForkedReceiver(ReceiverProcess):
-    """A server of `num_tensors` tensors of 1 MB at `url`; `port` 0: any that is free."""
+    """A server of `num_tensors` tensors of 1 MB at `url`, with the folder model.path; `port` 0: any that is free."""
 
     def __init__(self, num_tensors: int, config: Config, port: int = 0) -> None:
         self.names = tensor_names(num_tensors)
         context = forked()
         self._pipe, theirs = context.Pipe()
-        arguments = num_tensors, config.timeouts.push_s, port, theirs
+        arguments = num_tensors, config.timeouts.push_s, port, theirs, Path(config.model.path)
         self.forked = context.Process(target=run, args=arguments, daemon=True)
         self.forked.start()
         assert self._pipe.poll(START_S), "the receiver does not start"
@@ -40,13 +40,13 @@ class ForkedReceiver(ReceiverProcess):
     close = kill
 
 
-def run(num_tensors: int, timeout_s: float, port: int, pipe: Connection) -> None:
+def run(num_tensors: int, timeout_s: float, port: int, pipe: Connection, model: Path) -> None:
     """Serve the weight endpoints, send their URL, and end with the parent process."""
 
     async def serve() -> None:
         engine: Any = TensorEngine(num_tensors, NUM_ELEMENTS)
         network = NetworkConfig(ports=f"{port}-{port}") if port else NetworkConfig()
-        endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), network, Path())
+        endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), network, model)
         pipe.send(await endpoints.start())
         with suppress(EOFError):
             await asyncio.to_thread(pipe.recv)

@@ -81,6 +81,22 @@ def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("chosen", ["", "/kernels"])
+def test_each_start_has_temporary_files_of_its_own_and_the_compiled_kernels_of_earlier_ones(
+    chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if chosen:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+    shows = "import os; print(os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True)"
+    for _ in range(2):
+        asyncio.run(start_and_close(process(tmp_path, f"{shows}\n{SERVER}")))
+    folders, kernels = zip(*map(str.split, (tmp_path / "log").read_text().splitlines()[::2]), strict=True)
+    assert len({*folders}) == 2 and len({*kernels}) == 1
+    assert kernels[0] == chosen if chosen else not any(Path(kernels[0]).is_relative_to(each) for each in folders)
+
+
+@pytest.mark.processes
 def test_a_server_that_dies_at_its_start_shows_its_log_and_a_hint(tmp_path: Path) -> None:
     server = process(tmp_path, "import sys; sys.exit('there is no such model')")
     with pytest.raises(ProcessDiedError) as failure:

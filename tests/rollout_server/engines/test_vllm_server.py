@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from async_rl.base.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
+from rollout_server.engines.vllm.engine import server_environment, server_python
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.pushes import MODELS, VERSIONS, connected, push, pushing
@@ -23,6 +25,26 @@ from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import sharp_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
+
+STAGES = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import weight_receiver
+sent = threading.Event()
+weight_receiver.dist.broadcast = lambda data, **_: sent.wait(60) and data.fill_(0)
+torch.accelerator.synchronize = None  # on a GPU it would wait for the staged part
+receiver = weight_receiver.WeightReceiver.__new__(weight_receiver.WeightReceiver)
+receiver.device, receiver._group = torch.device("cpu"), object()
+receiver._thread, receiver._timeout_s = ThreadPoolExecutor(1), 60.0
+receiver.start_weight_update()
+receiver.update_weights({"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "staging": "device"})
+print(*receiver._tensors)
+sent.set()
+receiver.drain_pending()
+print(*receiver._tensors)
+"""
+"""The program of a worker that stages a part which arrives late: it prints the tensors it has before and after."""
 
 
 def without_one(named: dict[str, Tensor]) -> None:
@@ -97,6 +119,15 @@ def test_weights_that_were_not_pushed_are_named(vllm_server: VLLMServer, tmp_pat
     assert "model.layers.1.input_layernorm.weight" in admin.unloaded_weights()  # linear layers are packed on a CPU
     push(pushing(vllm_server, tmp_path, "retract", "gloo"), vllm_server.engine.url)
     assert admin.unloaded_weights() == []
+
+
+def test_the_model_goes_on_while_a_part_is_staged() -> None:
+    """The call that begins a staged part returns without it, and does not wait for the device."""
+    needs_vllm()
+    config = server_config("vllm", Path())
+    environment = server_environment(config, python := server_python(config), on_gpu=False)
+    said = subprocess.run([python, "-c", STAGES], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert said.splitlines()[-2:] == ["", "w"]
 
 
 def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model: Path, tmp_path: Path) -> None:

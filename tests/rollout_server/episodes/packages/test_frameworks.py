@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,20 @@ async def claude_agent(opened: OpenSession, streams: bool) -> str:
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
 
-    model = AnthropicModel("policy", provider=AnthropicProvider(base_url=opened.base_url, api_key="none"))
+    provider = AnthropicProvider(base_url=opened.base_url, api_key="none")
+    return await pydantic_agent(AnthropicModel("policy", provider=provider), streams)
+
+
+async def chat_agent(opened: OpenSession, streams: bool) -> str:
+    """Play with pydantic-ai, by chat completions."""
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=opened.base_url, api_key="none")
+    return await pydantic_agent(OpenAIChatModel("policy", provider=provider), streams)
+
+
+async def pydantic_agent(model: Any, streams: bool) -> str:
     agent = pydantic_ai.Agent(model, instructions="Add.", tools=[add])
     if not streams:
         return str((await agent.run(QUESTION)).output)
@@ -48,7 +62,7 @@ async def claude_agent(opened: OpenSession, streams: bool) -> str:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("play", [openai_agent, claude_agent])
+@pytest.mark.parametrize("play", [openai_agent, claude_agent, chat_agent])
 def test_a_tool_loop_of_a_framework_is_one_exact_row(
     play: Callable[[OpenSession, bool], Awaitable[str]], streams: bool
 ) -> None:

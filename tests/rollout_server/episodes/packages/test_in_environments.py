@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
         ("test_skyrl_gym.py", ("skyrl-gym==0.4.0",)),
         ("test_textarena.py", ("textarena==0.7.4",)),
         ("test_mcp.py", ("mcp==2.3.0",)),
-        ("test_frameworks.py", ("openai-agents==0.24.0", "pydantic-ai-slim[anthropic]==2.68.0")),
+        ("test_frameworks.py", ("openai-agents==0.24.0", "pydantic-ai-slim[anthropic,openai]==2.68.0")),
     ],
 )
 def test_the_tests_pass_beside_the_package(test: str, requirements: tuple[str, ...], tmp_path: Path) -> None:

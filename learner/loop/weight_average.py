@@ -1,4 +1,7 @@
-"""The moving average of the policy's weights (learner.ema_decay). Evaluations use it, and it is saved as the result."""
+"""The moving average of the policy's weights (learner.ema_decay). Evaluations use it, and it is saved as the result.
+
+A run without one does not load this module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Finds out whether a model's attention gets position ids. Flash attention needs them to separate packed rows."""
+"""Finds out whether a model's attention gets position ids. Flash attention needs them to separate packed rows.
+
+Only a run with flash attention loads this module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The critic: the value model of algorithm.advantage gae and vtrace."""
+"""The critic: the value model of algorithm.advantage gae and vtrace. A run without one does not load this module.
+"""
 
 from __future__ import annotations
 

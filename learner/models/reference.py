@@ -1,4 +1,4 @@
-"""The reference: the frozen model of a KL penalty."""
+"""The reference: the frozen model of a KL penalty. A run without one does not load this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Awaits reward functions that are `async def`, in the event loop, within time limits."""
+"""Awaits reward functions that are `async def`, in the event loop, within time limits.
+
+A run whose rewards are plain functions does not load this module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`async-rl init`: writes a configuration with its reward into a folder, as the start of a user's project."""
+"""`async-rl init`: writes a configuration with its reward into a folder, as the start of a user's project.
+
+No other command loads this module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes the machine, the installed versions and the commit of a benchmark."""
+"""Describes the machine, the installed versions and the commit, for sweeps and the programs in benchmarks/."""
 
 from __future__ import annotations
 

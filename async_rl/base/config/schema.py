@@ -205,8 +205,7 @@ _HERE = {
     "it is rollout.engine: vllm": "use_vllm",
     "it is learner.prompts_per_step, in prompts": "train_batch_size batch_size rollout_batch_size num_prompts_per_step "
     "per_device_train_batch_size gradient_accumulation_steps generation_batch_size",
-    "it is algorithm.num_minibatches, a number of parts":
-        "minibatches ppo_mini_batch_size num_mini_batches steps_per_generation",
+    "it is algorithm.num_minibatches, a count": "minibatches ppo_mini_batch_size num_mini_batches steps_per_generation",
     "it is learner.max_tokens_per_microbatch, in tokens":
         "micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
     "it is learner.lr": "learning_rate",
@@ -214,8 +213,7 @@ _HERE = {
         "decay decay_fraction decay_to lr_scheduler_type lr_scheduler warmup_ratio lr_warmup_steps min_lr",
     "it is learner.grad_clip": "max_grad_norm",
     "it is algorithm.epochs": "ppo_epochs num_iterations",
-    "it is algorithm.clip.low and algorithm.clip.high":
-        "epsilon epsilon_high clip_ratio clip_ratio_low clip_ratio_high eps_clip",
+    "it is algorithm.clip.low and .high": "epsilon epsilon_high clip_ratio clip_ratio_low clip_ratio_high eps_clip",
     "it is algorithm.clip.dual": "delta clip_ratio_c algorithm.params.dual dual",
     "it is algorithm.kl.coef, with algorithm.kl.kind": "beta kl_loss_coef kl_coef use_kl_loss",
     "it is algorithm.entropy_coef": "entropy_coeff",

@@ -301,7 +301,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write this file with .md")
     args = parser.parse_args()
     said = " ".join(sys.argv[1:])
-    page = f"# Watcher\n\n`python -m benchmarks.watcher {said}`, {machine_text()}.\n{page_of(args.runs)}"
+    bound = f"0 of {args.runs} runs means, at 95 % confidence, at most {1 - 0.05 ** (1 / args.runs):.0%} of runs."
+    page = f"# Watcher\n\n`python -m benchmarks.watcher {said}`, {machine_text()}.\n\n{bound}\n{page_of(args.runs)}"
     print(page)
     if args.out:
         args.out.with_suffix(".md").write_text(page)

@@ -91,6 +91,8 @@ def test_what_may_not_be_meant_is_a_caution(base: Config, tiny_model: Path, tmp_
         (str(folder), changed(base, model={"path": folder})),
         ("algorithm.support", changed(base, rollout={"min_p": 0.1}, algorithm={"support": "ignore"})),
         ("learner.lr", changed(base, learner={"lr": 0.1})),
+        ("learner.prompts_per_step", changed(base, task={"size": 10}, learner={"prompts_per_step": 11})),
+        ("placement.colocated", changed(base, placement={"colocated": True})),
         ("task.sandbox", changed(base, task=TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox))),
         ("task.sandbox", changed(base, task=TaskConfig(
             name="rollout_server.tasks.examples:Programs", reward="code", sandbox=sandbox

@@ -94,6 +94,8 @@ def check_inputs(
     if config.task.has_turns:
         _check_episodes(config)
     task().prompt(0)  # applies the chat template
+    if (batch := config.learner.prompts_per_step) > (prompts := task().num_prompts):
+        cautions.append(f"learner.prompts_per_step = {batch:,}: some of the {prompts:,} prompts are twice in a batch.")
     if config.eval.suite:
         from rollout_server.tasks.suites import suite_prompts
 
@@ -134,6 +136,8 @@ def _check_driver(config: Config) -> list[str]:
         check_loading(key, path, config, attention)
     check_disk(config, checkpoint_bytes(config))
     cautions = check_memory(config) if is_here else []
+    if is_here and config.placement.colocated and not gpus_here():
+        cautions.append("placement.colocated = true: this host has no GPUs that learner and servers could share.")
     if (chosen := model_folder.policy_lr(config)) >= 100 * (usual := model_folder.auto_lr(config)):
         cautions.append(
             f"learner.lr = {chosen:g} is {chosen / usual:.0f} times as much as auto takes for this model, {usual:g}: "

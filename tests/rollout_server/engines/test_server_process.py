@@ -82,7 +82,7 @@ def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("chosen", ["", "/kernels"])
-def test_each_start_has_temporary_files_of_its_own_and_the_compiled_kernels_of_earlier_ones(
+def test_starts_share_compiled_kernels_and_no_temporary_files(
     chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -14,10 +14,13 @@ import argparse
 import gc
 import itertools
 import math
+import multiprocessing
 import random
 import tempfile
 import time
 import zlib
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from scipy.stats import binomtest
 
 from async_rl.base.config.algorithm import PRESETS
 from async_rl.base.config.loading import load_config
+from async_rl.base.cores import usable_cores
 from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.page import machine_text, write_page
@@ -53,6 +57,21 @@ def run_once(preset: str, family: str, dtype: str, rules: str, seed: int) -> dic
     return {name: axis.finding for name, axis in found.items() if axis.state == "broken"}
 
 
+def open_process() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def run_until(end: float, kind: tuple[int, str, str, str, str]) -> dict[str, Any] | None:
+    """Return a run's settings and its broken axes, or None if the time `end` has come."""
+    if time.monotonic() > end:
+        return None
+    seed, preset, family, dtype, rules = kind
+    broken = run_once(preset, family, dtype, rules, seed)
+    gc.collect()  # engine and learner refer to each other
+    return {"seed": seed, "preset": preset, "model": family, "dtype": dtype, "rules": rules, "broken": broken}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
@@ -60,19 +79,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: list[dict[str, Any]] = []
     kinds = list(itertools.product(range(arguments.seeds), PRESETS, FAMILIES, DTYPES, RULES))
     random.Random(0).shuffle(kinds)  # so runs that end early are of all kinds
-    for number, (seed, preset, family, dtype, rules) in enumerate(kinds, 1):
-        if time.monotonic() > end:
-            break
-        broken = run_once(preset, family, dtype, rules, seed)
-        gc.collect()  # engine and learner refer to each other
-        run = {"seed": seed, "preset": preset, "model": family, "dtype": dtype, "rules": rules, "broken": broken}
-        found.append(run)
-        print(f"{number} of {len(kinds)}: {preset}, {family}, {dtype}, {rules}: {broken or 'sound'}", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(usable_cores(), mp_context=spawn, initializer=open_process) as pool:
+        for number, run in enumerate(pool.map(partial(run_until, end), kinds), 1):
+            if run:
+                found.append(run)
+                print(f"{number} of {len(kinds)}: {run}", flush=True)
     rows = []
     for (family, dtype, rules), runs in itertools.groupby(
         sorted(found, key=lambda run: (run["model"], run["dtype"], run["rules"])),

@@ -22,6 +22,7 @@ from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import changed
 from tests.kit.runs import logged
+from tests.kit.tiny_moe import save_moe
 
 pytestmark = pytest.mark.e2e
 
@@ -92,20 +93,30 @@ def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed
     assert records(run_dir) == found and (run_dir / "model" / "model.safetensors").is_file()
 
 
-def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Path, tmp_path: Path) -> None:
-    """The run is resumed from an older checkpoint, and with another number of learner ranks. Groups have supports."""
-    narrowed = "rollout.top_p=0.95"
-    whole = load_config(smoke_yaml, options(tmp_path, "whole", 6, narrowed, "checkpoint.every_steps=3"))
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(
+    smoke_yaml: Path, tmp_path: Path, experts: bool
+) -> None:
+    """The run is resumed from an older checkpoint, with other numbers of learner ranks and of servers. Groups have
+    supports, and with `experts` the routing of their tokens.
+    """
+    recorded = ["rollout.top_p=0.95"]
+    if experts:
+        recorded.append(f"model.path={save_moe(tmp_path / 'moe', num_experts=8, num_experts_per_tok=2)}")
+    whole = load_config(smoke_yaml, options(tmp_path, "whole", 6, *recorded, "checkpoint.every_steps=3"))
     run_dir = whole.run_dir
     run(whole)
     expected = records(run_dir)
     from_step_3 = f"run.resume={checkpoint_folder(run_dir, 3)}"
-    resumed = load_config(smoke_yaml, options(tmp_path, "whole", 6, narrowed, from_step_3, "placement.learner.ranks=2"))
+    others = ("placement.learner.ranks=2", "placement.rollout.servers=2")
+    resumed = load_config(smoke_yaml, options(tmp_path, "whole", 6, *recorded, from_step_3, *others))
     summary = run(resumed)
     assert (summary["steps"], summary["resumes"]) == (6, 1)
     assert summary["buffer"]["buffer/trained"] == 6 * whole.learner.prompts_per_step
     got = records(run_dir)
     assert list(got) == list(expected) == [1, 2, 3, 4, 5, 6]
+    assert all(("version/rollout/1" in record) == (step > 3) for step, record in got.items())
+    assert all(("routing/changed_fraction" in record) == experts for record in got.values())
     for step, record in got.items():
         for key in ("policy/loss", "critic/loss", "policy/grad_norm", "reward/mean", "batch/response_tokens"):
             assert record[key] == pytest.approx(expected[step][key], rel=1e-4, abs=1e-4), (step, key)

@@ -15,6 +15,9 @@ of its own, in which the events follow one another; the next event waits until t
     SIGSTOP       a worker hangs, and is found after timeouts.silent_s
     kill buffer   SIGKILL to the buffer
     kill driver   SIGKILL to `async-rl train`, then `--resume`
+    SIGTERM to ray
+                  a host leaves with notice and comes back. The run is on two hosts then (needs root), in a call of its
+                  own: --events "SIGTERM to ray"
 
     situation     the moment of the events, or the settings of the run
     starting      2 s after a server has begun to start; it is the victim
@@ -64,9 +67,12 @@ from async_rl.tools.sweeps.tables import Table
 from benchmarks.marked_command import ASYNC_RL, MarkedCommand, wait_until
 from benchmarks.page import machine_text, write_page
 from benchmarks.run_audit import audit
+from benchmarks.two_hosts import PLACED, TwoHosts
 
 RESULTS = Path(__file__).parent / "results" / "elastic_matrix"
 EVENTS = ("join", "drain", "remove --now", "kill worker", "kill server", "SIGSTOP", "kill buffer", "kill driver")
+BY_HOST = "SIGTERM to ray"
+"""The event of a run on two hosts."""
 SITUATIONS: dict[str, list[str]] = {
     "group": [], "starting": [], "filling": ["algorithm.epochs=12"],
     "push": ["weight_sync.transport=benchmarks.elastic_matrix:SLOW_GLOO", "weight_sync.bucket_bytes=400000"],
@@ -122,26 +128,31 @@ class DisturbedRun:
     Args:
         folder: the folder for the run and its logs.
         most: the most servers that the run may have.
+        hosts: two hosts, the first one for the learner and one server. None: this machine is the only host.
     """
 
     def __init__(
-        self, config: str, engine: str, situation: str, overrides: Sequence[str], folder: Path, most: int = 3
+        self, config: str, engine: str, situation: str, overrides: Sequence[str], folder: Path, most: int = 3,
+        hosts: TwoHosts | None = None,
     ) -> None:
         self.folder, self.run_dir, self.engine, self.situation = folder, folder / "run", engine, situation
-        self._starts = itertools.count()
+        self.hosts, self._starts = hosts, itertools.count()
         settings = [
             f"run.dir={folder}", "run.name=run", "run.steps=1000000", f"rollout.engine={engine}",
             f"placement.rollout.servers={{min: 1, max: {most}}}", f"timeouts.silent_s={SILENT_S}",
             "timeouts.startup_s=150", "eval.num_prompts=0", "checkpoint.every_steps=2",
-            "buffer.journal_keep_steps=-1", "logging.wandb=disabled",
+            "buffer.journal_keep_steps=-1", "logging.wandb=disabled", *(PLACED if hosts else ()),
         ]
         self._start("train", config, *settings, *SITUATIONS[situation], *overrides)
         self.wait(lambda: self.steps() > 2, "two steps", START_S)
+        if hosts:
+            hosts.come()
         self.wanted = self.most = most
         self._wait_for_servers()
 
     def _start(self, *arguments: str) -> None:
-        self.command = MarkedCommand([*arguments], self.folder / f"log-{next(self._starts)}")
+        log = self.folder / f"log-{next(self._starts)}"
+        self.command = self.hosts.start([*arguments], log) if self.hosts else MarkedCommand([*arguments], log)
 
     def wait(self, is_true: Callable[[], bool], what: str, limit_s: float = RECOVERY_S) -> float:
         def is_over() -> bool:
@@ -243,6 +254,11 @@ class DisturbedRun:
                 self._start("train", "--resume", str(self.run_dir))
                 self.wanted, steps = self.most, self.steps()
                 self.wait(lambda: self.steps() > steps, "a step of the resumed run", START_S)
+            case "SIGTERM to ray":
+                assert self.hosts
+                self.hosts.leave()
+                self.wait(lambda: self.lines(word) > before, "noticed it")
+                self.hosts.come()
         if word:
             self.wait(lambda: self.lines(word) > before, "noticed it")
         time.sleep(6.0)  # status.json is written every five seconds
@@ -291,7 +307,7 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
     """Return the page of all runs, those of this call of the program and those that its file had before."""
     lines, commands = [], [*dict.fromkeys(run["command"] for run in runs)]
     tried = {outcome["event"] for run in runs for outcome in run["outcomes"]}
-    events = [event for event in EVENTS if event in tried]
+    events = [event for event in (*EVENTS, BY_HOST) if event in tried]
     for run in runs:
         cells = [run["engine"], run["situation"]]
         for event in events:
@@ -340,9 +356,10 @@ def main() -> None:
     events = arguments.events.split(",") if arguments.events else possible
     for situation in ["walk"] if arguments.walk else arguments.situations.split(","):
         folder = Path(tempfile.mkdtemp(prefix=f"elastic-{situation}-"))
+        hosts = TwoHosts(folder) if BY_HOST in events else None
         settings, commit = "group" if arguments.walk else situation, describe_machine()["commit"]
         outcomes: list[Outcome] = []
-        run = DisturbedRun(arguments.config, arguments.engine, settings, arguments.overrides, folder)
+        run = DisturbedRun(arguments.config, arguments.engine, settings, arguments.overrides, folder, hosts=hosts)
         found = disturb(run, walk(events, arguments.walk, rng) if arguments.walk else events, rng, outcomes)
         print({check: problem for check, problem in found.items() if problem} or "audit: no problem", flush=True)
         if any(found.values()):

@@ -1,6 +1,6 @@
-"""Kills one process of a run at a random moment, checks how the run recovers or ends, and tabulates the outcomes.
+"""Kills a process or host of a run at a random moment, checks how the run recovers or ends, and tabulates the outcomes.
 
-    python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
+    python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,host,buffer,learner,driver ...
 
 The committed rows are of configs/quickstart.yaml with rollout.engine=sglang for the kind server, hf for the others,
 placement.rollout.servers=2, placement.learner.ranks=2, eval.num_prompts=0; other pushes than whole ones also with
@@ -11,9 +11,13 @@ server   the process of SGLang or vLLM that holds the model       the run goes o
 worker   a rollout process, with its engine                       the run goes on, and the process is restarted
 silent   a rollout process, by SIGSTOP: it lives and does not     as for worker, after timeouts.silent_s (10 s here)
          answer
+host     all processes of a host, without notice. It comes back   the run goes on with its other server meanwhile
+         20 s later, or more
 buffer   the buffer                                               the run goes on with a new buffer, from the journal
 learner  a learner rank                                           the run ends with an error that names the rank
 driver   `async-rl train` itself                                  every process ends
+
+For the kind host the run is on two hosts (scripts/two_nodes_here.sh, needs root), each with one server.
 
 Settings after the kinds are those of any run: with weight_sync.double_buffer=device, weight_sync.delta=true and
 model.dtype=bfloat16 (with learner.lr=1e-5), or weight_sync.lora=adapter and model.lora.rank=4 other pushes are
@@ -49,6 +53,7 @@ from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.marked_command import MarkedCommand, wait_until
 from benchmarks.page import write_page
+from benchmarks.two_hosts import PLACED, TwoHosts
 
 RESULTS = Path(__file__).parent / "results" / "kill_matrix"
 VICTIMS = {
@@ -56,10 +61,14 @@ VICTIMS = {
     "learner": ("ray::LearnerActor",), "silent": ("ray::RolloutActor",), "buffer": ("ray::BufferActor",),
 }
 """Parts of the names of the processes, one of which is killed."""
-KINDS = ("server", "worker", "silent", "buffer", "learner", "driver")
+KINDS = ("server", "worker", "silent", "host", "buffer", "learner", "driver")
 AGAIN = "is back, with the weights"
-BACK = {"server": AGAIN, "worker": AGAIN, "silent": AGAIN, "buffer": "another one goes on from its journal"}
+BACK = {
+    "server": AGAIN, "worker": AGAIN, "silent": AGAIN, "host": AGAIN, "buffer": "another one goes on from its journal",
+}
 SILENT_S = 10.0
+AWAY_S = 20.0
+"""How long a host stays away at least. Ray has found out by then."""
 FATAL = ("learner", "driver")
 START_TIMEOUT_S = 300.0
 BACK_TIMEOUT_S = 300.0
@@ -76,8 +85,9 @@ class KillResult:
     exit_code: int
     """The exit code of the run; 130 if it went on and Ctrl-C ended it."""
     recovered_s: float
-    """The seconds from the kill until the new process serves the current version (server, worker), or until the second
-    batch from the new buffer was trained, or from `--resume` until the next step was trained (learner, driver)."""
+    """The seconds from the kill until the new process serves the current version (server, worker, host), or until the
+    second batch from the new buffer was trained, or from `--resume` until the next step was trained (learner, driver).
+    """
     ended_s: float
     """The seconds from the kill until no process of the run was left but Ray's two helpers; 0 if the run went on."""
     error: str
@@ -90,7 +100,7 @@ class KillResult:
 
 
 def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> KillResult:
-    """Start a run, kill one of its processes, wait until it works again or was resumed, stop it; return the outcome.
+    """Start a run, kill a process or a host, wait until the run goes on or was resumed, and return the outcome.
 
     A run survives the loss of a rollout server, a worker or the buffer; if it ends, the outcome has its exit code and
     error. After the loss of the learner or the driver it must end, and is resumed.
@@ -103,15 +113,30 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
     arguments += ["checkpoint.every_steps=2", *([f"timeouts.silent_s={SILENT_S}"] if kind == "silent" else [])]
-    command = MarkedCommand(arguments, folder / f"{kind}.log")
+    log, hosts = folder / f"{kind}.log", None
+    if kind == "host":
+        hosts = TwoHosts(folder, load_config(config, overrides).placement.learner.ranks)
+        command = hosts.start([*arguments, *PLACED, "placement.rollout.servers={min: 1, max: 2}"], log)
+    else:
+        command = MarkedCommand(arguments, log)
     again: MarkedCommand | None = None
+
+    def is_over() -> bool:
+        return command.process.poll() is not None
+
     try:
-        wait_until(lambda: _steps(run_dir) > 2 or command.process.poll() is not None, START_TIMEOUT_S, "two steps")
+        wait_until(lambda: _steps(run_dir) > 2 or is_over(), START_TIMEOUT_S, "two steps")
+        if hosts:
+            hosts.come()
+            wait_until(lambda: _servers(run_dir) == 2 or is_over(), START_TIMEOUT_S, "a push to the second host")
         after_s = rng.uniform(0.0, 6.0)
         time.sleep(after_s)
-        if command.process.poll() is not None:
+        if is_over():
             raise RuntimeError(f"the run ended before the kill:\n{command.text()[-3000:]}")
-        _kill_one(command, kind, rng)
+        if hosts:
+            hosts.die()
+        else:
+            _kill_one(command, kind, rng)
         if kind in FATAL:
             code, ended_s, orphans = _wait_for_end(command)
             again = MarkedCommand(["train", "--resume", str(run_dir)], folder / f"{kind}-resumed.log")
@@ -119,7 +144,7 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
             recovered_s = wait_until(lambda: _steps(run_dir) > steps, START_TIMEOUT_S, "the resumed run's first step")
             orphans += _stop(again, run_dir)[1]
         else:
-            recovered_s, ended_s = _wait_for_recovery(command, kind, run_dir), 0.0
+            recovered_s, ended_s = _wait_for_recovery(command, kind, run_dir, hosts), 0.0
             code, orphans = _stop(command, run_dir)
         return _outcome(kind, after_s, code, recovered_s, ended_s, orphans, command.text(), run_dir)
     finally:
@@ -135,11 +160,17 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
     rng.choice(command.wait_for(*VICTIMS[kind])).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 
-def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path) -> float:
+def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path, hosts: TwoHosts | None) -> float:
     def is_over() -> bool:
         return command.process.poll() is not None
 
-    seconds = wait_until(lambda: BACK[kind] in command.text() or is_over(), BACK_TIMEOUT_S, f"the {kind} to come back")
+    seconds = 0.0
+    if hosts:
+        enough = _steps(run_dir) + 2
+        time.sleep(AWAY_S)
+        seconds = AWAY_S + wait_until(lambda: _steps(run_dir) >= enough or is_over(), END_TIMEOUT_S, "two more steps")
+        hosts.come()
+    seconds += wait_until(lambda: BACK[kind] in command.text() or is_over(), BACK_TIMEOUT_S, f"the {kind} to come back")
     if kind == "buffer":  # the batch that is being trained came from the buffer that died
         before = _steps(run_dir)
         seconds += wait_until(lambda: _steps(run_dir) > before + 1 or is_over(), END_TIMEOUT_S, "two more steps")
@@ -193,6 +224,11 @@ def _steps(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+def _servers(run_dir: Path) -> int:
+    """Return how many servers got the last push that is logged."""
+    return (run_dir / "metrics.jsonl").read_text().splitlines()[-1].count('"version/rollout/')
+
+
 def push_of(sync: WeightSyncConfig) -> str:
     """Return in words how weights are pushed: what travels, and by which transport if one is named."""
     what = "changes" if sync.delta else "adapters" if sync.lora == "adapter" else "whole"
@@ -233,12 +269,13 @@ def _range(values: Sequence[float]) -> str:
 def report(outcomes: Sequence[dict[str, Any]]) -> str:
     """Return the page of all outcomes: of this call of the program, and those that its file had before."""
     machine, commits = describe_machine(), dict.fromkeys(o["commit"] for o in outcomes)
-    return f"""SIGKILL (silent: SIGSTOP) to one process of a run at a random moment.
+    return f"""SIGKILL (silent: SIGSTOP) to one process of a run, or to all of a host, at a random moment.
 The last rows: {machine["processor"]}, {machine["system"]}, {machine["cores"]} cores; commits {", ".join(commits)}.
 
 {outcome_table(outcomes).markdown()}
-Seconds are median (least to most). A server or worker has recovered when it serves the learner's current version again,
-a buffer when the second batch after its return is trained on; learner and driver: from `--resume` to the next step.
+Seconds are median (least to most). A server, worker or host has recovered when it serves the learner's current
+version again, a buffer when the second batch after its return is trained on; learner and driver: from `--resume` to the
+next step.
 Ended: no process is left. Load: the machine's load average after the run, other programs' included.
 
 ```
@@ -268,7 +305,7 @@ def main() -> None:
         outcomes.append(asdict(outcome) | {
             "engine": config.rollout.engine, "push": push_of(config.weight_sync), "bound": config.staleness.max,
             "load": round(os.getloadavg()[0], 1),
-            "placement": f"{config.placement.rollout.servers}, {config.placement.learner.ranks}",
+            "placement": f"{config.placement.rollout.most}, {config.placement.learner.ranks}",
             "commit": describe_machine()["commit"],
         })  # fmt: skip
         write_page(arguments.out, report(outcomes), {"machine": describe_machine(), "outcomes": outcomes})

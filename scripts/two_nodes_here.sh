@@ -8,6 +8,7 @@
 # ASYNC_RL_NOT_SHARED=DIR: the second host has an empty folder of its own in place of DIR, as without a shared disk.
 # ASYNC_RL_FIRST_RESOURCES=JSON: what the first host offers instead, such as {"learner": 1, "rollout": 1}.
 # ASYNC_RL_SECOND_WHILE=FILE: the second host is there while FILE exists; then its Ray node gets SIGTERM, and drains.
+# The hosts are the network namespaces arlPIDa and arlPIDb; PID is that of this script.
 # What `ray start` starts has ASYNC_RL_HOST, the address of its host; the command has it not.
 # ASYNC_RL_LINK_STATS=FILE: writes the bytes that crossed the cable, in either direction, to FILE.
 set -euo pipefail
@@ -79,7 +80,7 @@ if [ -n "${ASYNC_RL_SECOND_WHILE:-}" ]; then
         start_second
         node=$!
         while [ -e "$ASYNC_RL_SECOND_WHILE" ]; do sleep 0.5; done
-        kill -TERM "$node"
+        kill -TERM "$node" 2> /dev/null || true  # it may be dead
         wait "$node" || true
         # what a host that is switched off no longer has
         for pid in $(ip netns pids "$there" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic_matrix import EVENTS, SITUATIONS, DisturbedRun, Outcome, disturb
+from benchmarks.elastic_matrix import BY_HOST, EVENTS, SITUATIONS, DisturbedRun, Outcome, disturb
+from benchmarks.two_hosts import TwoHosts, why_not
 
 pytestmark = pytest.mark.e2e
 
@@ -42,3 +43,14 @@ def test_events_at_chosen_moments_cost_no_group(smoke_yaml: Path, tmp_path: Path
 def test_an_sglang_server_joins_drains_and_dies(smoke_yaml: Path, tmp_path: Path) -> None:
     run = DisturbedRun(str(smoke_yaml), "sglang", "group", SETTINGS, tmp_path, most=2)
     assert problems(run, "drain", "kill server", "kill buffer") == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_second_host_joins_leaves_and_comes_back_while_steps_are_made(smoke_yaml: Path, tmp_path: Path) -> None:
+    """It leaves by SIGTERM to `ray start`, as with Kubernetes and SLURM: Ray announces it, and the server drains."""
+    if reason := why_not():
+        pytest.skip(reason)
+    run = DisturbedRun(str(smoke_yaml), "hf", "group", SETTINGS, tmp_path, most=2, hosts=TwoHosts(tmp_path))
+    assert problems(run, BY_HOST) == []
+    assert run.lines("drains for at most") == run.lines("leaves: its host leaves") == 1

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.kill_matrix import AGAIN, KillResult, adds_up, kill_once
 from benchmarks.marked_command import MarkedCommand, wait_until
+from benchmarks.two_hosts import why_not
 from tests.kit.engines.killing_pushes import GLOO
 from tests.kit.runs import logged
 
@@ -58,13 +59,15 @@ def test_a_server_that_dies_between_two_pushes_or_within_one_is_replaced(
     ("kind", "engine", "seed"),
     [
         ("worker", "sglang", 1), ("buffer", "hf", 2), ("server", "sglang", 3), ("silent", "hf", 1),
-        ("learner", "hf", 1), ("driver", "sglang", 2),
+        ("learner", "hf", 1), ("driver", "sglang", 2), ("host", "hf", 2),
     ],
 )
 def test_lost_processes_come_back_or_end_the_run_and_every_group_is_counted(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
     """Many seeds of each: python -m benchmarks.kill_matrix."""
+    if kind == "host" and (reason := why_not()):
+        pytest.skip(reason)
     check(kill_once(str(smoke_yaml), kind, options(engine, seed), random.Random(seed), tmp_path), tmp_path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from pyarrow import parquet
 from transformers import PreTrainedModel
 
 from benchmarks.marked_command import MarkedCommand, wait_until
-from benchmarks.run_audit import audit
+from benchmarks.two_hosts import PLACED, SCRIPT, environment, why_not
 from buffer.journal_export import export_trajectories
 from rollout_server.question import Question
 from tests.kit.engines.replies import TOLERANCE, from_scratch
@@ -28,25 +27,8 @@ from tests.kit.runs import logged
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "two_nodes_here.sh"
+ON_HF = ("rollout.engine=hf", *PLACED)
 ON_TWO_HOSTS, TRAIN = ("bash", str(SCRIPT), "env"), (sys.executable, "-m", "async_rl.cli", "train")
-PLACED = (
-    "rollout.engine=hf", "placement.rollout.nodes=1", "placement.learner.resource=learner",
-    "placement.rollout.resource=rollout",
-)
-
-
-def why_not() -> str:
-    """Why this machine can't have network namespaces; empty if it can."""
-    probe = f"arl-probe-{os.getpid()}"
-    try:
-        made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-        if made.returncode == 0:
-            made = subprocess.run(["ip", "netns", "exec", probe, "true"], capture_output=True, text=True)
-            subprocess.run(["ip", "netns", "del", probe], check=True)
-    except FileNotFoundError:
-        return "iproute2 (`ip`) is not installed"
-    return "" if made.returncode == 0 else f"network namespaces are not permitted here: {made.stderr.strip()}"
 
 
 def run_on_two_hosts(
@@ -58,7 +40,7 @@ def run_on_two_hosts(
     Args:
         not_shared: a folder that the second host does not see.
     """
-    words = [str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", *PLACED, *overrides]
+    words = [str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", *ON_HF, *overrides]
     done = subprocess.run(
         [*ON_TWO_HOSTS, *command_has, *TRAIN, *words], cwd=ROOT, env=environment_of_two_hosts(tmp_path, not_shared),
         capture_output=True, text=True, timeout=380,
@@ -67,18 +49,11 @@ def run_on_two_hosts(
     return done
 
 
-def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None) -> dict[str, str]:
+def environment_of_two_hosts(tmp_path: Path, not_shared: Path) -> dict[str, str]:
     """The variables of SCRIPT; skips the test where there can't be two hosts."""
     if reason := why_not():
         pytest.skip(reason)
-    # Other tests of this process have set loopback, which is not for two hosts.
-    inherited = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
-    return inherited | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
-        **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
-    }
+    return environment() | {"ASYNC_RL_LINK_STATS": str(tmp_path / "link"), "ASYNC_RL_NOT_SHARED": str(not_shared)}
 
 
 @pytest.mark.nightly
@@ -123,7 +98,7 @@ def test_a_restarted_server_on_another_host_samples_from_the_learners_weights(
         "task.name=", "task.params={}", f"task.path={tmp_path}/tr*.jsonl",
         f"task.eval_path={tmp_path / 'held_out.jsonl'}", f"task.reward={__name__}:letters", "staleness.max=1",
         "weight_sync.on_update=retract", "weight_sync.lora=adapter", "model.lora.rank=4", "placement.eval.servers=1",
-        "eval.every_steps=4", "checkpoint.models_every_steps=1", "learner.lr=3e-3", *PLACED,
+        "eval.every_steps=4", "checkpoint.models_every_steps=1", "learner.lr=3e-3", *ON_HF,
     ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), environment_of_two_hosts(tmp_path, alone))
     try:
         wait_until(lambda: len(logged(run_dir)) > 2 or command.process.poll() is not None, 240, "two steps")
@@ -223,45 +198,3 @@ def test_a_host_without_the_model_is_named_before_anything_starts(smoke_yaml: Pa
     shutil.copytree(smoke_yaml.parent / "model", model)
     done = run_on_two_hosts(smoke_yaml, tmp_path, f"model.path={model}", not_shared=tmp_path / "alone", code=2)
     assert re.search(rf"10\.77\.0\.2 .*{model}.*model\.path", done.stderr)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_a_second_host_joins_leaves_and_comes_back_while_steps_are_made(smoke_yaml: Path, tmp_path: Path) -> None:
-    """It leaves by SIGTERM to `ray start`, as with Kubernetes and SLURM: Ray announces it, and the server drains."""
-    second, run_dir = tmp_path / "second", tmp_path / "two"
-    variables = environment_of_two_hosts(tmp_path, None) | {
-        "ASYNC_RL_SECOND_WHILE": str(second), "ASYNC_RL_FIRST_RESOURCES": json.dumps({"learner": 1, "rollout": 1}),
-        "ASYNC_RL_CPUS": "2", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "20",
-    }
-    command = MarkedCommand([
-        str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "run.steps=1000000", "staleness.max=1", *PLACED,
-        "placement.rollout.servers={min: 1, max: 2}", "eval.num_prompts=0", "task.size=100000",
-    ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), variables)  # fmt: skip
-
-    def until(text: str, times: int, what: str) -> None:
-        wait_until(lambda: command.text().count(text) == times or command.process.poll() is not None, 200, what)
-        assert command.process.poll() is None, command.text()[-3000:]
-
-    def more_steps() -> None:
-        steps = len(logged(run_dir))
-        wait_until(lambda: len(logged(run_dir)) > steps + 2 or command.process.poll() is not None, 120, "steps")
-
-    try:
-        wait_until(lambda: len(logged(run_dir)) > 2 or command.process.poll() is not None, 240, "two steps")
-        second.touch()
-        until("rollout/1 has joined", 1, "the second host's server")
-        more_steps()
-        second.unlink()
-        until("rollout/1 drains", 1, "the drain")
-        until("rollout/1 is lost, and started again: rollout/1 leaves: its host leaves", 1, "the end of the drain")
-        more_steps()
-        second.touch()
-        until("rollout/1 is back", 1, "the second host again")
-        more_steps()
-        command.interrupt()
-        command.wait(120)
-    finally:
-        command.kill()
-    assert [what for what, problem in audit(run_dir).items() if problem] == []
-    assert "groups go to other servers" in command.text()

@@ -5,10 +5,10 @@
 For each engine, two servers of a random Qwen3-MoE answer the same prompts, in turns: one records (rollout.routing
 replay), the other does not (ignore). Then
 
-proof      the model in transformers, from scratch in float32. Wrong tokens have an expert in some layer that its router
-           finds less probable than one that is left out, or a logprob over the recorded experts that is off by more
-           than 2e-5. Probabilities that differ by less than 1e-5 are ties: rounding decides, and another batch rounds
-           otherwise. Ties that the engine decided otherwise than transformers are counted
+proof      the model in transformers, from scratch in float32. Wrong tokens have experts in some layer that its router
+           would not choose, best first, or a logprob over the recorded experts that is off by more than 2e-5.
+           Probabilities that differ by less than 1e-5 are ties: rounding decides, and another batch rounds otherwise.
+           Ties that the engine decided otherwise than transformers are counted
 bytes      what the experts take in a message, and so in the journal, for each sampled token
 cost       tokens the engine and its client generate in a processor second, and processor seconds of a learner's step
            on the same tokens, with and without
@@ -45,7 +45,8 @@ from benchmarks.exact_policy import GROUP_SIZE, MAX_TOKENS, Answered, generate, 
 from benchmarks.page import machine_text, write_page
 from rollout_server.engines.base import Engine, GenerationRequest, SampledReply, open_engine
 from rollout_server.tasks.base import Task, open_task
-from tests.kit.engines.routed import using
+from tests.kit.engines.replies import SUPPORT_TOLERANCE, of_tokens
+from tests.kit.engines.routed import TIE, replayed
 from tests.kit.models import load_model
 from tests.kit.tiny_moe import save_moe
 
@@ -55,9 +56,6 @@ SIZES = {
     "num_experts_per_tok": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 KINDS = ("replay", "ignore")
-TOLERANCE = 2e-5
-TIE = 1e-5
-"""The difference of two probabilities of a router below which rounding decides."""
 STEP_TOKENS = 4096
 """About so many sampled tokens are in a learner's step."""
 
@@ -100,19 +98,14 @@ async def answer(
 
 def proof(model: Path, answered: Answered) -> dict[str, Any]:
     """Recompute the routers' choices and the logprob of every token, over the recorded experts."""
-    lm, wrong, ties, tokens, largest = load_model(model), 0, 0, 0, 0.0
+    models, wrong, ties, tokens, largest = {0: load_model(model)}, 0, 0, 0, 0.0
     for request, replies in answered:
         for reply in replies:
-            assert reply.routing is not None
-            row = torch.from_numpy(np.concatenate([request.prompt.tokens, reply.tokens])).long()
-            count = len(reply.tokens)
-            with torch.no_grad(), using(lm, reply.routing) as lags:
-                logits = lm(input_ids=row[None, :-1]).logits[0, -count:]
-            logprobs = logits.log_softmax(-1).gather(1, row[-count:, None])[:, 0].numpy()
-            lag, errors = torch.stack(lags).amax(0).numpy(), np.abs(logprobs - reply.logprobs)
-            is_wrong = lag > TIE
-            is_wrong[-count:] |= errors > TOLERANCE
-            wrong, ties = wrong + int(is_wrong.sum()), ties + int(((lag > 0) & (lag <= TIE)).sum())
+            whole, lags = replayed(models, request.prompt.tokens, reply, request.temperature, keeps_kv=True)
+            count, errors = len(reply.tokens), np.abs(of_tokens(whole, reply.tokens, None) - reply.logprobs)
+            is_wrong = lags > TIE
+            is_wrong[-count:] |= errors > SUPPORT_TOLERANCE
+            wrong, ties = wrong + int(is_wrong.sum()), ties + int(((lags > 0) & (lags <= TIE)).sum())
             tokens, largest = tokens + count, max(largest, float(errors.max()))
     return {"tokens": tokens, "wrong": wrong, "ties": ties, "largest_log_ratio": largest}
 

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from async_rl.base.types import Group, IntArray, RoutingArray, Row
+from async_rl.base.types import FloatArray, Group, IntArray, RoutingArray, Row
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.tags import segments
+
+TIE = 1e-5
+"""The difference of two probabilities of a router below which rounding decides, and another batch rounds otherwise."""
 
 
 def experts_as_sampled(
@@ -60,8 +63,9 @@ def _chosen_by(model: Any) -> Iterator[list[Tensor]]:
 def using(model: Any, routing: RoutingArray) -> Iterator[list[Tensor]]:
     """Inside the `with` block a forward pass of N tokens uses the experts `routing` [N, layers, k] of a Qwen3-MoE.
 
-    For each layer it appends [N]: by how much the least probable expert that is used is less probable than the most
-    probable one that is not, by the router of the model; 0 if it is not.
+    Rows of -1 use those that the model's router chooses. For each layer the pass appends its lags [N]: by how much some
+    expert is less probable to the router than the next in `routing`, or the last than one that is not used. It is 0
+    if the router would choose the same, best first.
     """
     lags: list[Tensor] = []
 
@@ -69,11 +73,11 @@ def using(model: Any, routing: RoutingArray) -> Iterator[list[Tensor]]:
         experts = torch.from_numpy(routing[:, layer].astype(np.int64))
 
         def hook(router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-            probs = output[0].float().softmax(-1)
-            used = probs.gather(1, experts)
-            lags.append((probs.scatter(1, experts, -1.0).amax(1) - used.amin(1)).clamp(min=0))
-            scores = used / used.sum(-1, keepdim=True) if router.norm_topk_prob else used
-            return output[0], scores.to(output[1].dtype), experts
+            probs, used = output[0].float().softmax(-1), torch.where(experts < 0, output[2], experts)
+            scores, unused = probs.gather(1, used), probs.scatter(1, used, -1.0).amax(1, keepdim=True)
+            lags.append(torch.cat([scores, unused], 1).diff().amax(1).clamp(min=0))
+            weights = scores / scores.sum(-1, keepdim=True) if router.norm_topk_prob else scores
+            return output[0], weights.to(output[1].dtype), used
 
         return hook
 
@@ -84,6 +88,35 @@ def using(model: Any, routing: RoutingArray) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def replayed(
+    models: Mapping[int, Any], prompt: IntArray, reply: SampledReply, temperature: float, keeps_kv: bool
+) -> tuple[Tensor, FloatArray]:
+    """What a reply was sampled from, by transformers with the experts that the engine has recorded for it.
+
+    Args:
+        keeps_kv: as for `experts_as_sampled`. Otherwise tokens are computed anew with experts of the newest weights.
+
+    Returns:
+        Logprobs [T, V] of all tokens where those of the reply were sampled, and the largest lag [P + T - 1] of each
+        fed token's experts over the layers, see `using`. Lags up to TIE are of no meaning.
+    """
+    assert reply.routing is not None
+    tokens = torch.from_numpy(np.concatenate([prompt, reply.tokens])).long()
+    cache, sampled_from, lags = DynamicCache(), [], []
+    for version, start, end in segments(reply.versions):
+        if not keeps_kv:
+            cache = DynamicCache()
+        cached, stop = cache.get_seq_length(), len(prompt) + end - 1
+        first = len(prompt) + start - 1 if start else 0
+        routing = reply.routing[cached:stop].astype(np.int64)
+        routing[: first - cached] = -1
+        with torch.no_grad(), using(models[version], routing) as of_layers:
+            fed = models[version](input_ids=tokens[None, cached:stop], past_key_values=cache, use_cache=True)
+        sampled_from.append(torch.log_softmax(fed.logits[0, start - end :].float() / temperature, dim=-1))
+        lags.append(torch.stack(of_layers).amax(0)[first - cached :])
+    return torch.cat(sampled_from), torch.cat(lags).numpy()
 
 
 def row_experts(models: Mapping[int, Any], group: Group, row: Row, keeps_kv: bool) -> RoutingArray:

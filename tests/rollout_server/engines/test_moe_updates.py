@@ -18,8 +18,8 @@ from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.noted_pushes import expected_sums
 from tests.kit.engines.pushes import MODELS, connected, deliver, new_version, pushing, verify
-from tests.kit.engines.replies import generate, request_for
-from tests.kit.engines.routed import experts_as_sampled
+from tests.kit.engines.replies import SUPPORT_TOLERANCE, generate, request_for
+from tests.kit.engines.routed import TIE, replayed
 from tests.kit.engines.servers import SGLangServer
 from tests.kit.engines.tags import check_tags
 from tests.kit.tiny_moe import moe_model, save_moe
@@ -88,7 +88,10 @@ def test_experts_that_sglang_does_not_load_are_named(moe_server: SGLangServer, t
 def test_sglang_returns_the_experts_of_each_tokens_first_forward_best_first(
     moe_server: SGLangServer, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over two updates, and for a prompt in the prefix cache. All experts are used, in an order that weights decide."""
+    """Over two updates, and for a prompt in the prefix cache. All experts are used, in an order that weights decide.
+
+    Experts whose probabilities are equal but for rounding may be in any order.
+    """
     config = pushing(moe_server, tmp_path, on_update, "disk")
     publisher = connected(config, moe_server.engine.url)
     moe_server.let_replies_go_on(monkeypatch)
@@ -96,7 +99,7 @@ def test_sglang_returns_the_experts_of_each_tokens_first_forward_best_first(
     versions = [new_version(config, seed) for seed in (21, 22, 23)]
     models = {version: MODELS[version] for version in versions}
     push_and_verify(publisher, versions[0])
-    request = request_for(6, n=4, max_tokens=500, temperature=0.3, group_id=versions[0], wants_routing=True)
+    request = request_for(6, n=4, max_tokens=500, group_id=versions[0], wants_routing=True)
 
     async def generate_over_two_updates() -> list[SampledReply]:
         group = asyncio.create_task(moe_server.engine.generate(request))
@@ -111,15 +114,15 @@ def test_sglang_returns_the_experts_of_each_tokens_first_forward_best_first(
     publisher.close()
     assert all(set(reply.versions.tolist()) == set(versions) for reply in replies)
     for reply in replies[:2]:
-        check_tags(models, request.prompt.tokens, reply, 0.3, keeps_kv=on_update == "in_place")
-        expected = experts_as_sampled(models, request.prompt.tokens, reply, keeps_kv=on_update == "in_place")
-        assert reply.routing is not None and reply.routing.shape == expected.shape
-        assert (reply.routing != expected).any((1, 2)).mean() < 0.005  # scores may tie but for rounding
+        keeps_kv = on_update == "in_place"
+        check_tags(models, request.prompt.tokens, reply, 1.0, keeps_kv=keeps_kv, tolerance=SUPPORT_TOLERANCE)
+        _, lags = replayed(models, request.prompt.tokens, reply, 1.0, keeps_kv)
+        assert reply.routing is not None and len(reply.routing) == len(lags)
+        assert lags.max() < TIE
     cached = moe_server.record_cached_tokens(monkeypatch)
     again = request_for(8, n=1, max_tokens=20, group_id=versions[-1], wants_routing=True)
     for (reply,) in [generate(moe_server, again)[0] for _ in range(2)]:
-        expected = experts_as_sampled(models, again.prompt.tokens, reply, keeps_kv=True)
-        assert reply.routing is not None and (reply.routing != expected).any((1, 2)).mean() < 0.05
+        assert replayed(models, again.prompt.tokens, reply, again.temperature, keeps_kv=True)[1].max() < TIE
     assert cached == [0, len(again.prompt.tokens) - 1]
 
 

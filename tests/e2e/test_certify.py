@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
+from tests.kit.tiny_moe import save_moe
 
 PLANTED = "tests.kit.engines.planted"
 SMALL = ("learner.prompts_per_step=16", "rollout.group_size=8", "model.dtype=float32")
 
 
-def certify(smoke_yaml: Path, tmp_path: Path, engine: str) -> tuple[int, dict[str, tuple[str, str]]]:
+def certify(smoke_yaml: Path, tmp_path: Path, engine: str, *overrides: str) -> tuple[int, dict[str, tuple[str, str]]]:
     """The exit code, and the state and the finding of each axis by its name."""
-    code = main(["certify", str(smoke_yaml), f"run.dir={tmp_path}", f"rollout.engine={engine}", *SMALL])
+    code = main(["certify", str(smoke_yaml), f"run.dir={tmp_path}", f"rollout.engine={engine}", *SMALL, *overrides])
     (summary,) = tmp_path.glob("*/summary.json")
     axes = json.loads(summary.read_text())["certificate"]
     return code, {axis["name"]: (axis["state"], axis["finding"]) for axis in axes}
@@ -37,7 +38,7 @@ def test_a_sound_run_is_certified_exact_in_float32(engine: str, smoke_yaml: Path
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("engine", "named"), [("COLD", "temperature"), ("NARROW_SGLANG", "support")]
+    ("engine", "named"), [("COLD", "temperature"), ("COLD_SGLANG", "temperature"), ("NARROW_SGLANG", "support")]
 )
 def test_an_error_in_the_engine_ends_with_code_1_and_its_name(
     engine: str, named: str, smoke_yaml: Path, tmp_path: Path
@@ -45,3 +46,15 @@ def test_an_error_in_the_engine_ends_with_code_1_and_its_name(
     code, axes = certify(smoke_yaml, tmp_path, f"{PLANTED}:{engine}")
     state, finding = axes["precision"]
     assert (code, state) == (1, "broken") and named in finding, axes
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.parametrize(("engine", "state"), [("sglang", "exact"), (f"{PLANTED}:SHIFTED_SGLANG", "broken")])
+def test_a_certificate_tells_if_experts_are_those_of_the_token_before(
+    engine: str, state: str, smoke_yaml: Path, tmp_path: Path
+) -> None:
+    model = save_moe(tmp_path / "model", num_experts=8, num_experts_per_tok=2)
+    code, axes = certify(smoke_yaml, tmp_path, engine, f"model.path={model}")
+    assert (axes["precision"][0], axes["routing"][0], code) == (state, state, int(state == "broken")), axes
+    assert ("routing" in axes["precision"][1]) == (state == "broken"), axes

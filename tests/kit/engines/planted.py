@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from async_rl.base.seams import ENGINES, EngineEntry
 from rollout_server.engines.base import GenerationRequest, SampledReply
@@ -19,11 +22,30 @@ def _asking_otherwise(engine: Any, **changes: Any) -> Any:
     return Otherwise
 
 
-def _narrow_sglang(*arguments: Any, **settings: Any) -> Any:
-    from rollout_server.engines.sglang.engine import SGLangEngine
+def _with_shifted_experts(engine: Any) -> Any:
+    """Each token gets the experts of the token before it."""
 
-    return _asking_otherwise(SGLangEngine, top_p=0.9)(*arguments, **settings)
+    class Shifted(engine):  # type: ignore[misc]
+        async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+            replies: list[SampledReply] = await super().generate(request)
+            return [
+                reply if reply.routing is None else replace(reply, routing=np.roll(reply.routing, 1, axis=0))
+                for reply in replies
+            ]
+
+    return Shifted
+
+
+def _sglang(change: Callable[[Any], Any]) -> EngineEntry:
+    def open_engine(*arguments: Any) -> Any:
+        from rollout_server.engines.sglang.engine import SGLangEngine
+
+        return change(SGLangEngine)(*arguments)
+
+    return replace(ENGINES["sglang"], open=open_engine)
 
 
 COLD: EngineEntry = replace(ENGINES["hf"], open=_asking_otherwise(HFEngine, temperature=0.99))
-NARROW_SGLANG: EngineEntry = replace(ENGINES["sglang"], open=_narrow_sglang)
+COLD_SGLANG = _sglang(lambda engine: _asking_otherwise(engine, temperature=0.99))
+NARROW_SGLANG = _sglang(lambda engine: _asking_otherwise(engine, top_p=0.9))
+SHIFTED_SGLANG = _sglang(_with_shifted_experts)

@@ -73,6 +73,17 @@ def other_experts(engine: HFEngine) -> None:
     engine.generate = with_old_experts  # type: ignore[method-assign]
 
 
+def shifted_experts(engine: HFEngine) -> None:
+    """Each token's recorded experts are those of the token before it."""
+    generate = engine.generate
+
+    async def with_shifted_experts(request: GenerationRequest) -> list[SampledReply]:
+        replies = await generate(request)
+        return [dataclasses.replace(reply, routing=np.roll(reply.routing, 1, axis=0)) for reply in replies]
+
+    engine.generate = with_shifted_experts  # type: ignore[method-assign]
+
+
 def loading(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Plant:
     """The server loads other weights than it gets."""
 
@@ -129,5 +140,23 @@ def test_a_planted_error_is_found_and_named(
     one_rank: None,
 ) -> None:
     found = certified(config_of(save(tmp_path / "model"), **asked), plant)
+    assert [name for name, axis in found.items() if axis.state == "broken"] == broken, found
+    assert named in found[broken[0]].finding
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("asked", "plant", "broken", "named"), [
+    ({}, asked_otherwise(top_p=0.9), ["precision"], "support"),
+    ({}, asked_otherwise(temperature=0.99), ["precision"], "temperature"),
+    ({}, loading(lambda tensors: {}), ["weights"], "other weights"),
+    ({}, loading(without_an_expert), ["weights"], "other weights"),
+    ({"top_p": 0.9}, asked_otherwise(top_p=0.8), ["support"], ""),
+    ({}, shifted_experts, ["precision", "routing"], "routing"),
+], ids=["top_p", "temperature", "no weight", "no expert", "less top_p", "experts"])
+def test_a_planted_error_is_found_in_bfloat16_too(
+    asked: dict[str, float], plant: Plant, broken: list[str], named: str, tmp_path: Path, one_rank: None
+) -> None:
+    """Logprobs alone do not show a KV of somewhat older weights: rounding is as large."""
+    found = certified(config_of(chosen_experts(tmp_path / "model"), "bfloat16", **asked), plant)
     assert [name for name, axis in found.items() if axis.state == "broken"] == broken, found
     assert named in found[broken[0]].finding

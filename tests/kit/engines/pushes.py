@@ -61,9 +61,11 @@ def new_version(config: Config, seed: int | None = None) -> int:
 
 
 def model_of(config: Config, seed: int) -> PreTrainedModel:
-    """A model with other weights, of the family of model.path."""
-    family = AutoConfig.from_pretrained(config.model.path).model_type
-    return moe_model(seed) if family == "qwen3_moe" else sharp_model(f"tiny-{family}", seed).eval()
+    """A model with other weights, of the family of model.path, and with as many experts."""
+    found = AutoConfig.from_pretrained(config.model.path)
+    if found.model_type == "qwen3_moe":
+        return moe_model(seed, num_experts=found.num_experts, num_experts_per_tok=found.num_experts_per_tok)
+    return sharp_model(f"tiny-{found.model_type}", seed).eval()
 
 
 def adapted_model(config: Config, seed: int) -> PreTrainedModel:

@@ -43,8 +43,6 @@ def add_parity(
 ) -> None:
     """Add to `sums` the terms of `parity_metrics` for the tokens of a micro-batch of whole rows."""
     d, x = log_rho.double(), (response.behaviour + entropy.detach()).double()
-    bins = ((d.abs().clamp(min=_SMALLEST).log10() - math.log10(_SMALLEST)) * _BINS_A_DECADE).nan_to_num().long()
-    bins = bins.clamp(max=_BINS_A_DECADE * _DECADES)
     w = bounded_exp(d)
     s = w * (x + d)
     columns = torch.stack(
@@ -56,9 +54,21 @@ def add_parity(
         sums.add(**{
             f"parity_{axis}": torch.where(counts[:, None], columns, 0.0).sum(0),
             f"parity_{axis}_rows": of_rows.square().sum(),
-            f"parity_{axis}_bins": d.new_zeros(_BINS_A_DECADE * _DECADES + 1).index_add(0, bins, counts.double()),
+            f"parity_{axis}_bins": _histogram(d, counts),
         })  # fmt: skip
         sums.peak(**{f"parity_{axis}_max": torch.where(counts, d.abs(), 0.0).max() if len(d) else d.new_zeros(())})
+
+
+def _histogram(d: Tensor, counts: Tensor) -> Tensor:
+    """Return how many of the tokens that count have |d| in each bin."""
+    bins = ((d.abs().clamp(min=_SMALLEST).log10() - math.log10(_SMALLEST)) * _BINS_A_DECADE).nan_to_num().long()
+    bins = bins.clamp(max=_BINS_A_DECADE * _DECADES)
+    return d.new_zeros(_BINS_A_DECADE * _DECADES + 1).index_add(0, bins, counts.double())
+
+
+def _p99(counts: np.ndarray, n: float) -> float:
+    """Return the upper end of the bin with the 99th percentile of |d|, where `counts` has n tokens."""
+    return _SMALLEST * 10 ** ((int(np.searchsorted(counts.cumsum(), 0.99 * n - 1e-9)) + 1) / _BINS_A_DECADE)
 
 
 def add_supports(
@@ -86,8 +96,12 @@ def add_supports(
             wrong |= mass < sampling.top_p - tolerance
     elif sampling.top_k and not sampling.min_p:
         wrong |= (sizes != sampling.top_k) & (mass < 1 - tolerance)  # it may be more than the vocabulary
-    columns = torch.stack([torch.ones_like(mass), wrong, mass], -1).double()
-    sums.add(parity_support=torch.where(counts[:, None], columns, 0.0).sum(0))
+    worth = mass.double().clamp(min=_SMALLEST).log()
+    columns = torch.stack([torch.ones_like(mass), wrong, mass, mass.square(), worth.abs()], -1).double()
+    sums.add(
+        parity_support=torch.where(counts[:, None], columns, 0.0).sum(0),
+        parity_support_bins=_histogram(worth, counts),
+    )
 
 
 def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
@@ -98,7 +112,8 @@ def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
     ratio_var, surprise_var, slope_var: the standard error of each is sqrt(its variance / tokens), in a step and, by the
     means of its variances over steps, in a run. explained: the share of the squares of d that this slope explains.
     parity/support/...: `wrong` is the share of tokens counted by `add_supports`, `mass` the mean probability of a
-    support. parity/precision/bits: bits of `dtype`, the learner's compute type. Limits follow from it.
+    support. The log of that probability is d of the same token without its support; mean_abs, p99_abs and ratio_var
+    are of that. parity/precision/bits: bits of `dtype`, the learner's compute type. Limits follow from it.
     """
     metrics = [Metric("parity/precision/bits", 8.0 * dtype.itemsize, "last", unit="bits")]
     for axis in AXES:
@@ -107,8 +122,7 @@ def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
         size, d_squared, w, w_squared, x_squared, xd, surprise, surprise_var = (
             float(s) / n for s in totals[f"parity_{axis}"][1:]
         )
-        counts = totals[f"parity_{axis}_bins"].cumsum()
-        p99 = _SMALLEST * 10 ** ((int(np.searchsorted(counts, 0.99 * n - 1e-9)) + 1) / _BINS_A_DECADE)
+        p99 = _p99(totals[f"parity_{axis}_bins"], n)
         largest = float(totals[f"parity_{axis}_max"])
         slope = xd / x_squared if x_squared > 1e-12 else 0.0
         path = f"parity/{axis}"
@@ -127,7 +141,12 @@ def parity_metrics(totals: Totals, dtype: torch.dtype) -> list[Metric]:
         ]
     if "parity_support" in totals and (n := float(totals["parity_support"][0])):
         tokens = Metric("parity/support/tokens", n, "sum", unit="tokens")
-        wrong, mass = (float(value) / n for value in totals["parity_support"][1:])
-        metrics += [tokens, Metric("parity/support/wrong", wrong, by=tokens.key, unit="share")]
-        metrics.append(Metric("parity/support/mass", mass, by=tokens.key, unit="share"))
+        wrong, mass, mass_squared, size = (float(value) / n for value in totals["parity_support"][1:])
+        of_supports = {
+            "wrong": (wrong, "share"), "mass": (mass, "share"), "mean_abs": (size, "nats"),
+            "p99_abs": (_p99(totals["parity_support_bins"], n), "nats"),
+            "ratio_var": (max(mass_squared - mass * mass, 0.0), ""),
+        }
+        metrics.append(tokens)
+        metrics += [Metric(f"parity/support/{k}", v, by=tokens.key, unit=unit) for k, (v, unit) in of_supports.items()]
     return metrics

@@ -70,9 +70,11 @@ def test_a_server_with_other_weights_breaks_the_axis_of_weights_alone() -> None:
 
 
 def test_wrong_supports_are_a_fault_unless_they_are_few() -> None:
-    supports = {"parity/support/tokens": 10_000.0, "parity/support/mass": 0.8, "parity/support/wrong": 0.005}
+    worth = {"tokens": 10_000.0, "mass": 0.8, "wrong": 0.005, "mean_abs": 0.22, "p99_abs": 0.31, "ratio_var": 4e-3}
+    supports = {f"parity/support/{name}": value for name, value in worth.items()}
     for bits, state in ((32, "exact"), (16, "bounded")):
-        assert by_name(figures(bits, {**COMPARED, **supports}))["support"].state == state
+        axis = by_name(figures(bits, {**COMPARED, **supports}))["support"]
+        assert axis.state == state and all(number in axis.finding for number in ("2.2e-01", "3.1e-01", "4.0e-03"))
         wrong = {**COMPARED, **supports, "parity/support/wrong": 0.02}
         assert by_name(figures(bits, wrong))["support"].state == "broken"
 

@@ -137,8 +137,13 @@ def _is_selected(figures: Values) -> bool:
 def _support(figures: Values) -> ParityAxis:
     if not (n := figures.get("parity/support/tokens", 0.0)):
         return ParityAxis("support", "not measured", "no token of equal version has a recorded support")
-    wrong, mass = figures["parity/support/wrong"], figures["parity/support/mass"]
-    found = f"{n:,.0f} tokens, drawn from ids that have {mass:.4f} of the learner's probability in the mean"
+    f = {name: figures[f"parity/support/{name}"] for name in ("wrong", "mass", "mean_abs", "p99_abs", "ratio_var")}
+    wrong = f["wrong"]
+    found = (
+        f"{n:,.0f} tokens, drawn from ids that have {f['mass']:.4f} of the learner's probability in the mean; without "
+        f"supports |log ratio| would be {f['mean_abs']:.1e} in the mean, 99 % below {f['p99_abs']:.1e}, the ratio's "
+        f"variance {f['ratio_var']:.1e}"
+    )
     if wrong > WRONG_SUPPORTS + ERRORS * math.sqrt(WRONG_SUPPORTS / n):
         fault = f"{wrong:.1%} of the tokens were drawn from other ids than rollout.top_p and top_k keep"
         return ParityAxis("support", "broken", f"{fault}: {found}")

@@ -130,3 +130,8 @@ def test_supports_are_wrong_where_another_top_p_or_top_k_has_made_them(
     got = {metric.key: metric.value for metric in parity_metrics(sums.reduce(), torch.float32)}
     assert got["parity/support/tokens"] == 40 and got["parity/support/mass"] == pytest.approx(float(mass[:40].mean()))
     assert (got["parity/support/wrong"] > 0.3) == wrong and (wrong or got["parity/support/wrong"] == 0)
+    kept = mass[:40].numpy().astype(float)  # without supports the ratio is the mass that was kept
+    sizes_of_log = np.sort(np.abs(np.log(kept)))
+    assert got["parity/support/mean_abs"] == pytest.approx(sizes_of_log.mean(), abs=1e-8)
+    assert got["parity/support/ratio_var"] == pytest.approx(kept.var(), abs=1e-7)
+    assert sizes_of_log[-1] <= got["parity/support/p99_abs"] <= max(1.122 * sizes_of_log[-1], 2e-7)  # 99 % of 40 is 40

@@ -46,8 +46,7 @@ from benchmarks.page import machine_text
 from buffer.client import LearnerClient, WorkerClient
 from buffer.keys import own_keys
 from buffer.server import BufferServer
-from buffer.stored_group import receive
-from buffer.wire import pack_request, read_reply, read_slots
+from buffer.wire import pack_request, read_reply, read_slots, receive
 
 Figures = tuple[float, ...]
 """Groups per second; CPU microseconds per group of the producer, of the process between, and of the consumer."""

@@ -25,7 +25,6 @@ from async_rl.base.messages.codec import encode_group
 from async_rl.base.messages.fields import cut_text
 from async_rl.base.types import MAX_CAUSE_CHARS, Batch, Group, Slot
 from buffer.keys import use_client_keys
-from buffer.stored_group import receive
 from buffer.wire import (
     LONG_POLL_S,
     BufferReply,
@@ -33,6 +32,7 @@ from buffer.wire import (
     pack_request,
     read_reply,
     read_slots,
+    receive,
 )
 
 ATTEMPTS = 4

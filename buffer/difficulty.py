@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from async_rl.base.config import Config
 from buffer.prompt_order import PromptOrder, PromptRecords
-from buffer.stored_group import Arrival
+from buffer.store_state import Arrival
 
 
 def next_streak(streak: int, *, is_flat: bool, is_right: bool) -> int:

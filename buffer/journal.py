@@ -1,6 +1,6 @@
 """The journal: the buffer's whole state in SQLite, committed before the buffer answers. A restarted buffer reads it.
 
-The columns of the tables follow from the fields declared in async_rl/base/types.py and stored_group.py:
+The columns of the tables follow from the fields declared in async_rl/base/types.py and store_state.py:
 
     groups     one line for each group ever admitted, with its state
     rows       one line for each row of a group that arrived
@@ -50,8 +50,8 @@ from async_rl.base.types import (
     Whole,
     kinds_of,
 )
-from buffer.store_state import StoreState
-from buffer.stored_group import Arrival, StoredGroup, view
+from buffer.store_state import Arrival, StoredGroup, StoreState
+from buffer.wire import view
 
 FILE_BYTES = 64 * 2**20
 """A payload file of this size is full, and the next payload starts a new file. Only whole files are deleted."""

@@ -27,8 +27,7 @@ from buffer.staleness import (
     vacant_batches,
     within_capacity,
 )
-from buffer.store_state import StoreState
-from buffer.stored_group import DropReason, State, StoredGroup
+from buffer.store_state import DropReason, State, StoredGroup, StoreState
 
 
 class Mode(ABC):

@@ -22,16 +22,18 @@ from async_rl.base.messages.limits import Limits
 from async_rl.base.types import MAX_CAUSE_CHARS
 from buffer.prompt_order import MAX_PROMPTS
 from buffer.store import Store, buffer_checkpoint
-from buffer.stored_group import Arrival, Frame, view
+from buffer.store_state import Arrival
 from buffer.wire import (
     MAX_ANSWERED,
     MAX_ERROR_CHARS,
+    Frame,
     Request,
     batch_frames,
     pack_reply,
     pack_slots,
     read_request,
     read_request_id,
+    view,
 )
 
 MAX_WAIT_S = 60.0
@@ -365,7 +367,8 @@ class Operations:
         elif not is_push and (taken := self.store.take(parked.version, now_s)):
             waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
             gauges = self.store.state.gauges() | waited_s
-            batch = batch_frames(parked.version, taken, self.counters(), gauges, self.limits)
+            groups = [(row.finished_version, row.payload) for row in taken]
+            batch = batch_frames(parked.version, groups, self.counters(), gauges, self.limits)
         elif self.store.end_reason and not (is_push and self.store.state.is_draining):
             # A push that shuts admission waits for running groups alone, and so not for ever.
             result = {"end": self.store.end_reason}

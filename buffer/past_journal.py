@@ -22,7 +22,7 @@ from buffer.journal import (
     read_payload,
     row_of,
 )
-from buffer.stored_group import StoredGroup
+from buffer.store_state import StoredGroup
 
 _IMPORT = (
     "REPLACE INTO groups SELECT * FROM past.groups "

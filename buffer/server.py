@@ -26,7 +26,7 @@ from buffer.operations import Operations
 from buffer.staleness import Rules
 from buffer.store import Store, restore_checkpoint
 from buffer.store_state import StoreState
-from buffer.stored_group import receive, view
+from buffer.wire import receive, view
 
 STOP_CHECK_S = 0.2
 """The longest sleep of the loop, in seconds. The loop checks `stop` only between sleeps."""

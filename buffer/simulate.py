@@ -19,7 +19,7 @@ from async_rl.base.config import SlotLimits, StalenessConfig
 from async_rl.base.config.check import check
 from buffer.staleness import Rules
 from buffer.store import Store
-from buffer.stored_group import Arrival
+from buffer.store_state import Arrival
 
 WORKER = "rollout/0"
 

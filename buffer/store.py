@@ -21,8 +21,8 @@ from async_rl.base.run_dir.checkpoints import TrainingState
 from async_rl.base.types import Slot
 from buffer.modes import Mode, open_mode
 from buffer.staleness import Rules
-from buffer.store_state import StoreState
-from buffer.stored_group import Arrival, FlatGroups, Frame, StoredGroup
+from buffer.store_state import Arrival, FlatGroups, StoredGroup, StoreState
+from buffer.wire import Frame
 
 if TYPE_CHECKING:
     from buffer.difficulty import PromptDraw

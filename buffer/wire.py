@@ -49,7 +49,6 @@ from async_rl.base.messages.codec import SCHEMA_VERSION, decode_group
 from async_rl.base.messages.fields import MAX_INT, Fields, pack, refusal, unpack
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import Batch, Slot
-from buffer.stored_group import Frame, StoredGroup, view
 
 LONG_POLL_S = 5.0
 """The longest wait_s that a client sends, in seconds. A request that can't be fulfilled by then gets an empty answer,
@@ -75,6 +74,8 @@ _REQUEST_FIELDS = {op: frozenset(("schema", "op", "id", *names)) for op, names i
 _REPLY_FIELDS = frozenset(("schema", "ids", "error", "result"))
 _MAX_VERSION = 2**31 - 1
 _MAX_BATCH = 2**20
+Frame = bytes | zmq.Frame
+"""One part of a ZMQ message. A large one stays in the memory that ZMQ received it in, and is sent on from there."""
 
 
 class Request(NamedTuple):
@@ -97,6 +98,22 @@ class BufferReply(NamedTuple):
     result: dict[str, Any]
     frames: list[zmq.Frame]
     """The batch, in the answer to a `take`; otherwise empty."""
+
+
+def view(frame: Frame) -> memoryview:
+    """Return the bytes of a frame without copying them."""
+    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+
+
+def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
+    """Wait for a message and return its frames. With zmq.NOBLOCK in `flags`, raise zmq.Again if there is no message.
+
+    This is faster than recv_multipart, which asks the socket after each frame for more.
+    """
+    frames = [frame := socket.recv(flags, copy=False)]
+    while frame.more:
+        frames.append(frame := socket.recv(flags, copy=False))
+    return frames
 
 
 def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
@@ -158,21 +175,24 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
 
 
 def batch_frames(
-    version: int, groups: Sequence[StoredGroup], counters: Mapping[str, float], gauges: Mapping[str, float],
+    version: int, groups: Sequence[tuple[int, Frame]], counters: Mapping[str, float], gauges: Mapping[str, float],
     limits: Limits,
 ) -> list[Frame]:
     """Encode batch number `version` as frames. `decode_batch` decodes them on any learner rank.
 
     A counter that is also in `gauges` is sent only as a gauge.
+
+    Args:
+        groups: of each group the served version when it arrived, and the encoded group.
     """
     header = {
         "version": version,
-        "finished_versions": [group.finished_version for group in groups],
+        "finished_versions": [finished_version for finished_version, _ in groups],
         "counters": {key: value for key, value in counters.items() if key not in gauges},
         "gauges": dict(gauges),
         "limits": dataclasses.asdict(limits),
     }
-    return [pack(header), *(group.payload for group in groups)]
+    return [pack(header), *(payload for _, payload in groups)]
 
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:

@@ -30,7 +30,7 @@ from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Sample
 from async_rl.base.types import Group, Prompt, Slot
 from buffer.client import WorkerClient
-from buffer.stored_group import most_of_one_reward
+from buffer.store_state import most_of_one_reward
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode, GroupRows, group_rows, question_rows
 from rollout_server.worker.scored_player import ScoredPlayer

@@ -12,8 +12,7 @@ from async_rl.base.run_dir.checkpoints import TrainingState
 from buffer.modes import open_mode
 from buffer.staleness import Rules
 from buffer.store import Store, buffer_checkpoint, restore_checkpoint
-from buffer.store_state import StoreState
-from buffer.stored_group import StoredGroup
+from buffer.store_state import StoredGroup, StoreState
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.runs import training_state
 

@@ -13,8 +13,7 @@ from async_rl.base.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.operations import fair_shares
 from buffer.server import BufferServer
-from buffer.stored_group import receive
-from buffer.wire import read_reply
+from buffer.wire import read_reply, receive
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, learner_at, put_frames, run_pipeline, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config

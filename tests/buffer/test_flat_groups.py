@@ -13,7 +13,7 @@ import pytest
 from async_rl.base.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.store import Store
-from buffer.stored_group import FLAT_BATCHES, MANY_GROUPS, FlatGroups
+from buffer.store_state import FLAT_BATCHES, MANY_GROUPS, FlatGroups
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
 from tests.kit.buffer.journal import journalled

@@ -10,7 +10,7 @@ import pytest
 from async_rl.base.config import AlgorithmConfig, EvalConfig
 from async_rl.base.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
-from buffer.stored_group import FLAT_BATCHES
+from buffer.store_state import FLAT_BATCHES
 from tests.kit.buffer.clients import QUICK, learner_at, put_all, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config

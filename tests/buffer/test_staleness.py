@@ -18,7 +18,7 @@ from buffer.staleness import (
     vacant_batches,
     young_enough,
 )
-from buffer.stored_group import StoredGroup
+from buffer.store_state import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival
 from tests.kit.configs import make_config
 

@@ -7,8 +7,7 @@ import pytest
 from async_rl.base.errors import StalenessError
 from buffer.modes import Wait
 from buffer.store import Store
-from buffer.store_state import StoreState
-from buffer.stored_group import StoredGroup
+from buffer.store_state import StoredGroup, StoreState
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 
 

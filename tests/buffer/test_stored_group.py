@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from async_rl.base.messages.codec import check_group, encode_group
 from async_rl.base.messages.limits import Limits
 from async_rl.base.types import Group, Slot
-from buffer.stored_group import Arrival
+from buffer.store_state import Arrival
 from tests.kit.groups import make_group, make_row
 from tests.kit.random_episodes import LIMITS, random_episodes
 

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.journal import FILE_NAME
-from buffer.stored_group import DROP_REASONS
+from buffer.store_state import DROP_REASONS
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e

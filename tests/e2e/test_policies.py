@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.base.config import BufferConfig, Config
 from async_rl.base.config.loading import load_config
-from buffer.stored_group import DROP_REASONS
+from buffer.store_state import DROP_REASONS
 from rollout_server.question import Question
 from tests.kit.assembled import Run, run_assembled
 from tests.kit.engines.in_thread import EngineInThread

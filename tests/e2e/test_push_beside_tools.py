@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.base.config.loading import load_config
 from async_rl.base.seams.engines import UPDATE_POLICIES
-from buffer.stored_group import DROP_REASONS
+from buffer.store_state import DROP_REASONS
 from rollout_server.episodes.conversation.chat_messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.staleness import Rules
-from buffer.stored_group import Arrival
+from buffer.store_state import Arrival
 
 
 def plain_rules(max_staleness: int, prompts_per_step: int, **changes: Any) -> Rules:

@@ -16,7 +16,7 @@ from async_rl.base.types import Group
 from async_rl.cli import main
 from buffer.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
-from buffer.stored_group import Arrival, State, StoredGroup
+from buffer.store_state import Arrival, State, StoredGroup
 from tests.kit.configs import buffer_config, changed
 
 

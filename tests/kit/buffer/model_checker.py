@@ -21,8 +21,7 @@ from buffer.journal import Journal, Place, payload_folder, read_payload
 from buffer.past_journal import import_past, read_arrived
 from buffer.staleness import Rules
 from buffer.store import Store, buffer_checkpoint, restore_checkpoint
-from buffer.store_state import StoreState
-from buffer.stored_group import StoredGroup
+from buffer.store_state import StoredGroup, StoreState
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.runs import training_state
 

@@ -1,27 +1,31 @@
-"""Network interfaces, torch.distributed stores, and the API key of rollout servers."""
+"""Network interfaces, the ports of a run's sockets, and the API key of rollout servers."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
 import os
+import random
 import socket
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
-from async_rl.base.config import NetworkConfig
+from async_rl.base.config import Config, NetworkConfig
+from async_rl.base.config.check import check
 from async_rl.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
 """Variables that name an interface, each with the prefix of its value: without `=` NCCL also takes eth10 for eth1."""
 _NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """The values that SGLang sets in its servers. All ranks of a group on a host must agree; NCCL itself has both on."""
+PORTS_PER_PROCESS = 4
+"""The ports of a server, which uses one or two of them; another run may have taken some."""
+OWN_PARTS = 2
+"""Buffer and learner rank 0 together get the ports of this many servers: one for the buffer, one for the store of all
+ranks, and three each for the stores of the weight groups of rollout and evaluation servers. A group that fails while
+its servers join leaves its port taken for up to timeouts.push_s, and the next attempt needs another."""
 
 
 def use_interface(host: str) -> None:
@@ -42,30 +46,6 @@ def agree_on_nccl() -> None:
         os.environ.setdefault(variable, value)
 
 
-def open_store(
-    address: str, port: int, rank: int, world_size: int, timeout: timedelta,
-    listener: socket.socket | None = None,
-) -> TCPStore:
-    """Return the store through which the ranks of a torch.distributed group find each other.
-
-    Rank 0 serves the store only at `address` (torch's default is every interface). Other ranks connect to it.
-
-    Args:
-        port: 0 on rank 0: a free one.
-        timeout: how long other ranks try to connect.
-        listener: a socket of rank 0 that listens there already.
-    """
-    from torch.distributed import TCPStore
-
-    if rank:
-        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    listener = listener or socket.create_server((address, port))
-    return TCPStore(
-        address, listener.getsockname()[1], world_size, is_master=True, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
 def interface_of(host: str) -> str:
     """Return the name of the network interface with address `host`.
 
@@ -82,6 +62,50 @@ def interface_of(host: str) -> str:
             "Ray with `ray start --node-ip-address` and another one"
         )
     return addresses[host]
+
+
+def ports_of(config: Config, process: str) -> str:
+    """Return a process's part of network.ports, as FIRST-LAST.
+
+    Args:
+        process: a name in Config.server_names or Config.judge_names. Buffer and learner ranks share OWN_PARTS.
+    """
+    servers = (*config.server_names, *config.judge_names)
+    of = OWN_PARTS + len(servers)
+    if process in servers:
+        return config.network.ports_in(OWN_PARTS + servers.index(process), 1, of)
+    return config.network.ports_in(0, OWN_PARTS, of)
+
+
+def check_ports(config: Config) -> None:
+    """Raise ConfigError unless network.ports has enough ports for each process."""
+    servers = config.placement.num_servers
+    least = PORTS_PER_PROCESS * (OWN_PARTS + servers)
+    check(
+        not config.network.ports or len(config.network.port_range) >= least, "network.ports", config.network.ports,
+        f"at least {least} ports for {servers} server(s), buffer and learner",
+    )
+
+
+def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
+    """Return a socket that listens at `host`, on a free port of `ports`, or on any free port if `ports` is empty.
+
+    Raises:
+        ConfigError: all ports are taken, or this host has no such address.
+    """
+    if not ports:
+        return socket.create_server((host, 0))
+    for port in shuffled(ports):
+        try:
+            return socket.create_server((host, port))
+        except OSError as error:
+            failure = error
+    raise ConfigError(f"network.ports: none of {ports[0]}-{ports[-1]} is free on {host} ({failure}). Give more ports")
+
+
+def shuffled(ports: Sequence[int]) -> list[int]:
+    """Return the ports in random order, so that runs with common ports rarely try the same one first."""
+    return random.SystemRandom().sample(ports, len(ports))
 
 
 def api_key(network: NetworkConfig) -> str:

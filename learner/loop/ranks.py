@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.base.config import Config, Limit, TimeoutsConfig
 from async_rl.base.errors import WaitTimeoutError
-from async_rl.base.network import open_store, use_interface
+from async_rl.base.network import use_interface
 from async_rl.base.telemetry.status import A_PERSON
+from async_rl.base.weights.transport import open_store
 from learner.loop.batches import NoBatch
 
 PAUSE_BEAT_S = 5.0

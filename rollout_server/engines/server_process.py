@@ -25,7 +25,7 @@ import psutil
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.base.ports import open_listener
+from async_rl.base.network import open_listener
 from async_rl.base.run_dir.files import end_of_log, log_tail
 
 SERVER_PORTS = range(15_000, 32_000)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import psutil
 
-from async_rl.base.network import open_store
+from async_rl.base.weights.transport import open_store
 
 
 def test_the_rendezvous_store_listens_at_its_address_only() -> None:

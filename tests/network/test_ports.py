@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from async_rl.base.errors import ConfigError
-from async_rl.base.network import open_store
-from async_rl.base.ports import check_ports, open_listener, ports_of
+from async_rl.base.network import check_ports, open_listener, ports_of
+from async_rl.base.weights.transport import open_store
 from buffer.server import BufferSocket
 from rollout_server.engines.server_process import free_port
 from tests.kit.configs import make_config

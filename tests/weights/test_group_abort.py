@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from async_rl.base.config import Limit
-from async_rl.base.network import open_store
 from async_rl.base.weights import broadcast
 from async_rl.base.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
+from async_rl.base.weights.transport import open_store
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
 

@@ -29,11 +29,10 @@ from torch.distributed.distributed_c10d import (
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
-from async_rl.base.network import open_store
-from async_rl.base.ports import open_listener
+from async_rl.base.network import open_listener
 from async_rl.base.weights.members import LOST_WITHIN_S, Member, Members, find_silent, start_together, wait_for_all
 from async_rl.base.weights.server_admin import Bucket
-from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes, unpack
+from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes, open_store, unpack
 
 ANSWER_WITHIN_S = 6.0
 """If a server does not answer within this time, none is asked to join a group. The push fails, and may be repeated."""

@@ -6,12 +6,15 @@ A transport only sends bytes. The publisher (publisher.py) pauses and resumes th
 from __future__ import annotations
 
 import itertools
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from async_rl.base.config import Config
 from async_rl.base.weights.members import Members
@@ -201,3 +204,25 @@ def unpack(
 def bucket_num_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
     """Return the total number of bytes of tensors with these types and shapes."""
     return sum(getattr(torch, d).itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True))
+
+
+def open_store(
+    address: str, port: int, rank: int, world_size: int, timeout: timedelta,
+    listener: socket.socket | None = None,
+) -> TCPStore:
+    """Return the store through which the ranks of a torch.distributed group find each other.
+
+    Rank 0 serves the store only at `address` (torch's default is every interface). Other ranks connect to it.
+
+    Args:
+        port: 0 on rank 0: a free one.
+        timeout: how long other ranks try to connect.
+        listener: a socket of rank 0 that listens there already.
+    """
+    if rank:
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    listener = listener or socket.create_server((address, port))
+    return TCPStore(
+        address, listener.getsockname()[1], world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

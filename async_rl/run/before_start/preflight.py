@@ -20,8 +20,7 @@ from async_rl.base.errors import ConfigError, RewardError
 from async_rl.base.models_and_data import model_folder
 from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.hub_names import DATA_KEYS, LEARNER_MODELS, MODEL_KEYS, hub_repo, is_data, names_in
-from async_rl.base.network import interface_of
-from async_rl.base.ports import check_ports
+from async_rl.base.network import check_ports, interface_of
 from async_rl.base.run_dir.free_space import check_disk
 from async_rl.base.seams.engines import ENGINES
 from async_rl.base.seams.lookup import import_object

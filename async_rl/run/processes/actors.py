@@ -29,8 +29,7 @@ from async_rl.base.errors import ConfigError
 from async_rl.base.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.base.models_and_data.fetching import find_files, located
 from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS
-from async_rl.base.network import agree_on_nccl, use_interface
-from async_rl.base.ports import open_listener, ports_of
+from async_rl.base.network import agree_on_nccl, open_listener, ports_of, use_interface
 from async_rl.base.seams.lookup import find_sent_modules_first
 from async_rl.base.telemetry.status import A_PERSON, Status
 from async_rl.run.before_start.gpus import checked_gpu_bytes, plan_memory

@@ -24,7 +24,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.hub_names import absolute_paths
-from async_rl.base.ports import open_listener
+from async_rl.base.network import open_listener
 from async_rl.base.seams.lookup import doc_page, find_sent_modules_first
 from async_rl.run.processes.placement import assign, host_demands, ray_hosts
 from async_rl.run.processes.ray_start import open_ray

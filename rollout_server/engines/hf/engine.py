@@ -36,8 +36,7 @@ from async_rl.base.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.model_folder import end_tokens, forbidden_tokens, load_tokenizer, weight_files
 from async_rl.base.models_and_data.model_loading import quiet_loading
-from async_rl.base.network import authorization
-from async_rl.base.ports import open_listener
+from async_rl.base.network import authorization, open_listener
 from async_rl.base.weights.broadcast import Receiver
 from async_rl.base.weights.checkpoint_names import from_checkpoint, to_checkpoint
 from async_rl.base.weights.sums import value_sums

@@ -15,9 +15,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 from async_rl.base.config import Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
-from async_rl.base.weights import PushState, broadcast
-from async_rl.base.weights.broadcast import BucketAnnouncer
+from async_rl.base.weights import PushState
 from async_rl.base.weights.server_admin import Bucket
+from rollout_server.engines.sglang import staged_weights
+from rollout_server.engines.sglang.staged_weights import BucketAnnouncer
 from tests.kit.configs import make_config
 from tests.kit.publishers import OBJECT_ENGINE, AnyServer, PausingTransport, publisher_for, url_of
 
@@ -106,7 +107,7 @@ def test_a_server_that_can_not_receive_says_why(store: TCPStore) -> None:
 def test_a_server_that_misses_a_single_probe_still_receives(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "PROBE_S", 0.02)
+    monkeypatch.setattr(staged_weights, "PROBE_S", 0.02)
     probes = iter([False])
     threading.Timer(0.3, answer, (store, range(1, 2), "")).start()
     announcer = BucketAnnouncer("127.0.0.1", store.port, "g", range(1, 2))
@@ -114,7 +115,7 @@ def test_a_server_that_misses_a_single_probe_still_receives(
 
 
 def test_a_server_that_dies_or_is_silent_is_not_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "PROBE_S", 0.02)
+    monkeypatch.setattr(staged_weights, "PROBE_S", 0.02)
     with pytest.raises(WeightSyncError):
         announce(store, is_alive=False)
     with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s"):

@@ -5,13 +5,10 @@ Learner rank 0 is rank 0 of one process group. All ranks of all servers are its 
 
 from __future__ import annotations
 
-import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,10 +24,10 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from async_rl.base.config import Config, Limit
-from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
+from async_rl.base.config import Config
+from async_rl.base.errors import ServersSilentError
 from async_rl.base.network import open_listener
-from async_rl.base.weights.members import LOST_WITHIN_S, Member, Members, find_silent, start_together, wait_for_all
+from async_rl.base.weights.members import LOST_WITHIN_S, Member, Members, start_together, wait_for_all
 from async_rl.base.weights.server_admin import Bucket
 from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes, open_store, unpack
 
@@ -190,7 +187,7 @@ class Receiver:
             KeyError: the group was never joined.
             RuntimeError: the connection to the sender is lost.
         """
-        with _own_stream(device or torch.device("cpu")):  # the model goes on sampling in the default stream
+        with own_stream(device or torch.device("cpu")):  # the model goes on sampling in the default stream
             data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
             dist.broadcast(data, group=self.groups[group_name], group_src=0)
             if data.is_cuda:
@@ -225,7 +222,7 @@ def join_group(
 
 
 _KEY = "aborted"
-_FOR_EVER = timedelta(days=1000)
+FOR_EVER = timedelta(days=1000)
 
 
 def tell_to_abort(store: Store, group_name: str) -> None:
@@ -249,128 +246,13 @@ def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) 
 
     def wait_and_abort() -> None:
         with suppress(DistError, RuntimeError):
-            PrefixStore(group_name, store).wait([_KEY], _FOR_EVER)
+            PrefixStore(group_name, store).wait([_KEY], FOR_EVER)
         group.abort()
 
     threading.Thread(target=wait_and_abort, name=f"abort of {group_name}", daemon=True).start()
 
 
-PROBE_S = 2.0
-"""The time between two checks whether a server whose receipt is missing is still alive."""
-_ANNOUNCED, _RECEIPT = "bucket", "receipt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
-    """Describes the bucket that the learner broadcasts next."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    place: str
-    """Where the server stores it: device or host memory."""
-    is_first: bool
-    """Whether it is the first bucket of a push."""
-    is_last: bool
-
-
-class BucketAnnouncer:
-    """Announces buckets to one server (on the learner's side), and waits until the server's ranks confirm them.
-
-        learner   announces a bucket: names, types, shapes   ->  each rank of the server, in a thread
-        learner   broadcasts its bytes in the push's group   ->  the same thread, which stores them next to the weights
-        learner   waits for each rank's receipt              <-  "", or why the bucket was not received
-
-    So a server can receive weights while it generates, unlike by SGLang's own endpoints, which wait until no request
-    runs.
-
-    Args:
-        host, port: where the learner serves the group's TCP store, through which both sides communicate.
-        ranks: the server's ranks in the group.
-    """
-
-    def __init__(self, host: str, port: int, group_name: str, ranks: range) -> None:
-        self._store = _open_store(host, port, group_name)
-        self._ranks = ranks
-        self._count = 0
-
-    def announce(
-        self, bucket: Bucket, place: str, is_first: bool, limit: Limit, is_alive: Callable[[], bool]
-    ) -> None:
-        """Announce a bucket, which the learner broadcasts at the same time, and wait until the server has received it.
-
-        Args:
-            place: where the server stores it: device or host.
-
-        Raises:
-            WeightSyncError: the server could not receive the bucket, or has died.
-            WaitTimeoutError: there was no receipt within `limit`.
-        """
-        words = {
-            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "place": place,
-            "is_first": is_first, "is_last": bucket.is_last,
-        }
-        key = _key(_ANNOUNCED, self._ranks.start, self._count)
-        receipts = [_key(_RECEIPT, rank, self._count) for rank in self._ranks]
-        self._count += 1
-        self._store.set(key, json.dumps(words))
-        self._wait(receipts, limit, is_alive)
-        failures = [self._store.get(receipt).decode() for receipt in receipts]
-        for used in (key, *receipts):  # else the store would grow with every push
-            self._store.delete_key(used)
-        if why := next(filter(None, failures), ""):
-            raise WeightSyncError(f"the server could not receive a bucket next to its weights: {why}")
-
-    def _wait(self, receipts: list[str], limit: Limit, is_alive: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + limit.seconds
-        while True:
-            with suppress(DistError):
-                self._store.wait(receipts, timedelta(seconds=PROBE_S))
-                return
-            if find_silent({"server": is_alive}):
-                raise WeightSyncError("the server has died while it received a bucket")
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(f"the learner waited {limit} for a server to receive a bucket")
-
-
-def receive_announced(
-    group: ProcessGroup, group_name: str, host: str, port: int, rank: int, first_rank: int,
-    keep: Callable[[list[tuple[str, Tensor]], Announcement], None], device: torch.device,
-) -> None:
-    """Start a thread of a server that receives announced buckets until the learner's store is gone.
-
-    Args:
-        host, port: where the learner serves the group's store.
-        rank: this process's rank in the group.
-        first_rank: the group rank of the server's first process.
-        keep: called with the tensors of each bucket; it may raise.
-    """
-    store = _open_store(host, port, group_name)
-
-    def receive(announced: Announcement) -> None:
-        names, dtypes, shapes = announced.names, announced.dtypes, announced.shapes
-        data = torch.empty(bucket_num_bytes(dtypes, shapes), dtype=torch.uint8, device=device)
-        dist.broadcast(data, group=group, group_src=0)
-        keep(unpack(data, names, dtypes, shapes), announced)
-
-    def work() -> None:
-        with suppress(DistError, RuntimeError), torch.no_grad(), _own_stream(device):  # the learner's store is gone
-            for number in itertools.count():
-                key = _key(_ANNOUNCED, first_rank, number)
-                store.wait([key], _FOR_EVER)
-                why = ""
-                try:
-                    receive(Announcement(**json.loads(store.get(key))))
-                    if device.type == "cuda":
-                        torch.cuda.current_stream(device).synchronize()
-                except Exception as error:
-                    why = f"{type(error).__name__}: {error}"
-                store.set(_key(_RECEIPT, rank, number), why)
-
-    threading.Thread(target=work, name=f"buckets of {group_name}", daemon=True).start()
-
-
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
     """Within this context the thread has its own CUDA stream, next to the server's computation.
 
     On a CPU it does nothing.
@@ -379,11 +261,3 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
         return nullcontext()
     torch.cuda.set_device(device)  # of this thread
     return torch.cuda.stream(torch.cuda.Stream(device))
-
-
-def _open_store(host: str, port: int, group_name: str) -> Store:
-    return PrefixStore(group_name, TCPStore(host, port, is_master=False, wait_for_workers=False))
-
-
-def _key(word: str, rank: int, number: int) -> str:
-    return f"{word}/{rank}/{number}"

@@ -14,8 +14,8 @@ from async_rl.base.config import Config
 from rollout_server.engines.http_admin import HttpAdmin, update_fields
 
 if TYPE_CHECKING:
-    from async_rl.base.weights.broadcast import BucketAnnouncer
     from async_rl.base.weights.server_admin import Bucket
+    from rollout_server.engines.sglang.staged_weights import BucketAnnouncer
 
 BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
 """The environment variable that gives a server the folder of the model it starts with."""
@@ -52,7 +52,7 @@ class SGLangAdmin(HttpAdmin):
             name=name, host=host, port=port, first_rank=first_rank, world_size=world_size, backend=backend
         )
         if self._stages:
-            from async_rl.base.weights.broadcast import BucketAnnouncer
+            from rollout_server.engines.sglang.staged_weights import BucketAnnouncer
 
             self._announcer = BucketAnnouncer(host, port, name, range(first_rank, first_rank + self._tp))
 

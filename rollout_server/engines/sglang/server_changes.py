@@ -31,7 +31,7 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from torch import Tensor, nn
 
 from async_rl.base.models_and_data.model_folder import weight_files
-from async_rl.base.weights.broadcast import abort_when_told, receive_announced
+from async_rl.base.weights.broadcast import abort_when_told
 from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
 from async_rl.base.weights.sums import holds_nan, value_sums
 from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
@@ -73,7 +73,7 @@ def _join_and_listen(
     if has_joined:
         group = updater._model_update_group[group_name]
         abort_when_told(group, group_name, master_address, master_port)
-        receive_announced(
+        staged_weights.receive_announced(
             group, group_name, master_address, master_port, rank_offset + updater.tp_rank, rank_offset,
             partial(staged_weights.load, updater.get_model()), torch.device(updater.device, updater.gpu_id),
         )

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_rl.base.weights.broadcast import Announcement
-from rollout_server.engines.sglang.staged_weights import StagedWeights
+from rollout_server.engines.sglang.staged_weights import Announcement, StagedWeights
 
 
 class Layer(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from async_rl.base.weights.broadcast import BroadcastTransport, open_gloo
+from async_rl.base.weights.transport import BroadcastTransport, open_gloo
 from tests.kit.configs import make_config
 from tests.kit.engines.forked_receiver import ForkedReceiver
 from tests.kit.publishers import publisher_for

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from async_rl.base.config import Limit
-from async_rl.base.weights import broadcast
-from async_rl.base.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
-from async_rl.base.weights.transport import open_store
+from async_rl.base.weights import transport
+from async_rl.base.weights.transport import Receiver, abort_when_told, open_gloo, open_store, tell_to_abort
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
 
@@ -50,7 +49,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         limits.append(timeout.total_seconds())
         return HungGroup(), None
 
-    monkeypatch.setattr(broadcast, "_new_process_group_helper", new_group)  # torch's
+    monkeypatch.setattr(transport, "_new_process_group_helper", new_group)  # torch's
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
     return limits
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from async_rl.base.config import NetworkConfig
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.network import authorization
-from async_rl.base.weights.broadcast import BroadcastTransport, open_gloo
+from async_rl.base.weights.transport import BroadcastTransport, open_gloo
 from tests.kit.configs import changed
 from tests.kit.engines.forked_receiver import ForkedReceiver
 from tests.kit.publishers import CONFIG, AcceptingHandler, answering, names, publisher_for

@@ -188,11 +188,11 @@ ENGINES: dict[str, EngineEntry] = {
 
 TRANSPORTS: dict[str, TransportEntry] = {
     "nccl": TransportEntry(
-        open="async_rl.base.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True,
+        open="async_rl.base.weights.transport:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True,
         stages=True, carries_parcels=True,
     ),
     "gloo": TransportEntry(
-        open="async_rl.base.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",), stages=True,
+        open="async_rl.base.weights.transport:open_gloo", delivers="gloo", devices=("cpu",), stages=True,
         carries_parcels=True,
     ),
     "cuda_ipc": TransportEntry(

@@ -3,8 +3,7 @@
     publisher.py         a push: its states, the recovery from dead servers, the verification
     members.py           the servers that get it, and calls to all of them
     server_admin.py      the operations of one server (the seam of an engine)
-    transport.py         how the bytes are sent (the seam of a transport); buckets
-    broadcast.py         transports nccl and gloo, both halves
+    transport.py         how the bytes are sent (the seam of a transport); buckets; nccl and gloo, both halves
     cuda_ipc.py          transport cuda_ipc; memory of GPUs that learner and servers share
     disk.py              transport disk
     parcels.py           compact pushes: changes (delta) and adapters

@@ -37,10 +37,9 @@ from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.models_and_data.model_folder import end_tokens, forbidden_tokens, load_tokenizer, weight_files
 from async_rl.base.models_and_data.model_loading import quiet_loading
 from async_rl.base.network import authorization, open_listener
-from async_rl.base.weights.broadcast import Receiver
 from async_rl.base.weights.checkpoint_names import from_checkpoint, to_checkpoint
 from async_rl.base.weights.sums import value_sums
-from async_rl.base.weights.transport import serving_dtype
+from async_rl.base.weights.transport import Receiver, serving_dtype
 from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, StopTexts, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from rollout_server.engines.http_admin import ERASE, SUMS, VALUE_SUMS

@@ -31,9 +31,9 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from torch import Tensor, nn
 
 from async_rl.base.models_and_data.model_folder import weight_files
-from async_rl.base.weights.broadcast import abort_when_told
 from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
 from async_rl.base.weights.sums import holds_nan, value_sums
+from async_rl.base.weights.transport import abort_when_told
 from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
 from rollout_server.engines.sglang import recorded_routing, staged_weights
 from rollout_server.engines.sglang.admin import BASE_VARIABLE

@@ -84,7 +84,7 @@ class VLLMAdmin:
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        from async_rl.base.weights.broadcast import TORCH_WAITS_LONGER_S
+        from async_rl.base.weights.transport import TORCH_WAITS_LONGER_S
 
         push_s = self._timeouts.push_s
         info = {

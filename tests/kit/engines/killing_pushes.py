@@ -12,8 +12,8 @@ import psutil
 
 from async_rl.base.config.section import section
 from async_rl.base.seams import TransportEntry
-from async_rl.base.weights.broadcast import BroadcastTransport
 from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.transport import BroadcastTransport
 
 GLOO = "tests.kit.engines.killing_pushes:KILLING_GLOO"
 VICTIM = "rollout/1"

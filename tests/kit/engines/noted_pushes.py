@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from async_rl.base.seams import TransportEntry
-from async_rl.base.weights.broadcast import BroadcastTransport
 from async_rl.base.weights.parcels import checksum
+from async_rl.base.weights.transport import BroadcastTransport
 
 GLOO = "tests.kit.engines.noted_pushes:NOTED_GLOO"
 """A value of weight_sync.transport: gloo, with notes in the run directory."""

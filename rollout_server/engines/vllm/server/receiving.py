@@ -77,7 +77,7 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is
 def abort_when_told(group: ProcessGroup, name: str, host: str, port: int) -> None:
     """Start a thread that aborts process group `group` when the learner asks for it through its store, or has ended.
 
-    This frees a worker that hangs in a collective of a failed push. async_rl/base/weights/broadcast.py does the same in
+    This frees a worker that hangs in a collective of a failed push. async_rl/base/weights/transport.py does the same in
     the learner and in other servers.
 
     Args:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from async_rl.base.config import Config
 from async_rl.base.types import Batch, FloatArray
-from learner.algorithms.masked_ops import bounded_exp
+from learner.algorithms.losses import bounded_exp
 from learner.packing import ResponseTokens, reward_at_tokens, rows_by_episode
 
 

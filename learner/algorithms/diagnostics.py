@@ -19,8 +19,7 @@ from torch import Tensor
 
 from async_rl.base.telemetry.metrics import EPISODES, TOKENS, Metric
 from async_rl.base.types import Batch, Row, Support
-from learner.algorithms.losses import TokenMetric, kl_k1, kl_k3
-from learner.algorithms.masked_ops import bounded_exp, sum_by_row
+from learner.algorithms.losses import TokenMetric, bounded_exp, kl_k1, kl_k3, sum_by_row
 from learner.packing import ResponseTokens, rows_by_episode, tokens_by_episode
 
 Totals = dict[str, npt.NDArray[np.float64]]

@@ -29,7 +29,6 @@ from async_rl.base.telemetry.metrics import TOKENS, Metric
 from async_rl.base.types import Batch, Group
 from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.advantages import critic_advantages, penalty_to_go, whitening
-from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
     Totals,
@@ -38,7 +37,21 @@ from learner.algorithms.diagnostics import (
     add_offpolicy,
     add_policy,
 )
-from learner.algorithms.losses import Heads, LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
+from learner.algorithms.losses import (
+    Heads,
+    LossInputs,
+    LossOutput,
+    beyond_m2po,
+    check_output,
+    dropped_tokens,
+    interpolated_proximal,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    log_ratios,
+    m2po_limit,
+    value_loss,
+)
 from learner.algorithms.parity import MASS_TOLERANCE, add_parity, add_supports
 from learner.packing import MicroBatch, MiniBatch, ResponseTokens, rows_by_episode, tokens_by_episode
 

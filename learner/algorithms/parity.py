@@ -24,7 +24,7 @@ from torch import Tensor
 from async_rl.base.config import Sampling
 from async_rl.base.telemetry.metrics import Metric
 from learner.algorithms.diagnostics import MetricAccumulator, Totals
-from learner.algorithms.masked_ops import bounded_exp, sum_by_row
+from learner.algorithms.losses import bounded_exp, sum_by_row
 from learner.packing import ResponseTokens
 
 AXES = ("precision", "old_kv")

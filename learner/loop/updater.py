@@ -34,7 +34,6 @@ from async_rl.base.telemetry.metrics import TOKENS, Metric
 from async_rl.base.types import Batch, FloatArray
 from async_rl.base.weights.transport import serving_dtype
 from learner.algorithms.advantages import batch_advantages
-from learner.algorithms.corrections import log_ratios, step_scale, weight_sums
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
     Totals,
@@ -44,7 +43,7 @@ from learner.algorithms.diagnostics import (
     rule_metrics,
     token_metrics,
 )
-from learner.algorithms.losses import kl_k3
+from learner.algorithms.losses import kl_k3, log_ratios, step_scale, weight_sums
 from learner.algorithms.objective import Objective
 from learner.algorithms.parity import parity_metrics
 from learner.loop.log_ratios import LogRatioRecorder

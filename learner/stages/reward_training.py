@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -19,12 +20,12 @@ from async_rl.base.models_and_data.model_folder import end_tokens, load_tokenize
 from async_rl.base.models_and_data.model_loading import load_without_weights, usable_positions
 from async_rl.base.models_and_data.model_writing import writing
 from async_rl.base.telemetry.metrics import Metric
-from learner.algorithms.losses import bradley_terry, comparison_metrics
 from learner.loop.optimizer import decayed, non_finite
 from learner.models.network import open_model, read_weights
 from learner.models.reward_model import OFFSET, RewardRow, Scorer, padded_rows
 
 _REPORT_EVERY_STEPS = 20
+CALIBRATION_BINS = 10
 _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
 
 
@@ -138,6 +139,46 @@ def lr_factor(done: int, steps: int) -> float:
     It rises to 1 over the first 5 % of the steps, and falls to 0 over the last 20 %.
     """
     return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), decayed(done, steps, _DECAY_FRACTION))
+
+
+def bradley_terry(
+    preferred: Tensor,  # [n] rewards of the preferred answers
+    other: Tensor,  # [n] rewards of the answers to which they were preferred
+    margins: Tensor,  # [n] differences of the rewards that are demanded
+    weights: Tensor,  # [n]
+    centering: float,
+) -> Tensor:
+    """Return sum_i w_i (-log sigmoid(r_i - r'_i - m_i) + centering (r_i + r'_i)^2), with gradient.
+
+    The Bradley-Terry model: answer i is preferred to answer j with probability sigmoid(r_i - r_j).
+    A pair of a ranking of K answers has the weight 1 / (number of its pairs), so that long rankings count no more than
+    single pairs. Sources: Ouyang et al. 2022, arXiv 2203.02155, section 3.5; the margin Touvron et al. 2023, arXiv
+    2307.09288, section 3.2.2; centering Eisenstein et al. 2023, arXiv 2312.09244.
+    """
+    losses = -F.logsigmoid(preferred - other - margins)
+    if centering:
+        losses = losses + centering * (preferred + other).square()
+    return (weights * losses).sum()
+
+
+def comparison_metrics(preferred: Tensor, other: Tensor, weights: Tensor) -> dict[str, float]:
+    """Return how well rewards [n] of compared answers agree with the comparisons: four means, weighted by `weights`.
+
+    loss: -log sigmoid(d), where d is the preferred answer's reward minus the other's.
+    accuracy: the share with d > 0; d = 0 counts half.
+    margin: the mean of d.
+    calibration_error: in ten bins of the confidence sigmoid(|d|), from 0.5 to 1, the distance between mean confidence
+        and accuracy; the mean over all pairs. Source: Guo et al. 2017, arXiv 1706.04599, section 2.
+    """
+    d, share = (preferred - other).double(), weights.double() / weights.double().sum()
+    right = (d > 0).double() + 0.5 * (d == 0).double()
+    confidence = torch.sigmoid(d.abs()).nan_to_num(0.5)  # whoever trains on NaN is told so by the weights
+    bins = ((confidence - 0.5) * 2 * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add(0, bins, share * (confidence - right))
+    return {
+        "loss": float((share * -F.logsigmoid(d)).sum()), "accuracy": float((share * right).sum()),
+        "margin": float((share * d).sum()), "calibration_error": float(gaps.abs().sum()),
+    }
 
 
 def backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, centering: float) -> list[Metric]:

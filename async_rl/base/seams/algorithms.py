@@ -143,11 +143,10 @@ LOSSES: dict[str, Loss] = {
     "sat": Loss(function=f"{_LOSSES}:sat_loss", settings="async_rl.base.config.algorithm:SatSettings"),
 }
 
-_CORRECTIONS = "learner.algorithms.corrections"
 CORRECTIONS: dict[str, Correction] = {
-    "none": Correction(function=f"{_CORRECTIONS}:token_weights", is_applied=False),
-    "token_tis": Correction(function=f"{_CORRECTIONS}:token_weights"),
-    "sequence_tis": Correction(function=f"{_CORRECTIONS}:sequence_weights"),
-    "geometric_tis": Correction(function=f"{_CORRECTIONS}:geometric_weights"),
-    "topr": Correction(function=f"{_CORRECTIONS}:topr_weights", reads_advantages=True),
+    "none": Correction(function=f"{_LOSSES}:token_weights", is_applied=False),
+    "token_tis": Correction(function=f"{_LOSSES}:token_weights"),
+    "sequence_tis": Correction(function=f"{_LOSSES}:sequence_weights"),
+    "geometric_tis": Correction(function=f"{_LOSSES}:geometric_weights"),
+    "topr": Correction(function=f"{_LOSSES}:topr_weights", reads_advantages=True),
 }

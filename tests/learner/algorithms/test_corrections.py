@@ -12,15 +12,17 @@ from torch import Tensor
 from async_rl.base.config import MasksConfig
 from async_rl.base.config.algorithm import ClipConfig
 from async_rl.base.seams import CORRECTIONS
-from learner.algorithms.corrections import (
+from learner.algorithms.losses import (
+    LossInputs,
     beyond_m2po,
     dropped_tokens,
     interpolated_proximal,
     log_ratios,
     m2po_limit,
+    mean_by_row,
+    ppo_clip_loss,
+    sum_by_row,
 )
-from learner.algorithms.losses import LossInputs, ppo_clip_loss
-from learner.algorithms.masked_ops import mean_by_row, sum_by_row
 from tests.kit.learner.batches import make_minibatch
 
 

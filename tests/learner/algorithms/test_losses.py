@@ -22,9 +22,8 @@ from async_rl.base.config.algorithm import (
 from learner.algorithms.losses import (
     Heads,
     LossInputs,
-    bradley_terry,
+    binary_kl,
     cispo_loss,
-    comparison_metrics,
     dppo_kl_loss,
     dppo_tv_loss,
     gspo_loss,
@@ -36,7 +35,7 @@ from learner.algorithms.losses import (
     score_centering_loss,
     value_loss,
 )
-from learner.algorithms.masked_ops import binary_kl
+from learner.stages.reward_training import bradley_terry, comparison_metrics
 
 
 def double(values: Any) -> Tensor:

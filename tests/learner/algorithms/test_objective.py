@@ -19,7 +19,7 @@ from async_rl.base.config import (
 )
 from learner.algorithms.advantages import critic_advantages, gae, vtrace
 from learner.algorithms.advantages import whiten as whiten_values
-from learner.algorithms.corrections import log_ratios
+from learner.algorithms.losses import log_ratios
 from learner.algorithms.objective import AGGREGATIONS, Objective
 from learner.packing import MicroBatch
 from tests.kit.configs import learner_config

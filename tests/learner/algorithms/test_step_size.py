@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.base.errors import ConfigError
-from learner.algorithms.corrections import step_scale, weight_sums
+from learner.algorithms.losses import step_scale, weight_sums
 from learner.loop.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch, make_response

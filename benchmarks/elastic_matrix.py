@@ -60,7 +60,7 @@ import psutil
 
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.seams import TransportEntry
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.servers import Bucket
 from async_rl.base.weights.transport import BroadcastTransport
 from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table

@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.base.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
 from async_rl.base.config.resolve import resolve
 from async_rl.base.errors import WaitTimeoutError
-from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import open_publisher
 from async_rl.base.weights.transport import serving_dtype
 from async_rl.run.processes.actors import use_huge_pages
 from async_rl.tools.sweeps.machine import describe_machine

@@ -20,7 +20,7 @@ from async_rl.base.telemetry.nvml import GpuSampler
 from async_rl.base.telemetry.status import Status
 from async_rl.base.telemetry.timeline import Span, Timeline
 from async_rl.base.types import Batch
-from async_rl.base.weights import PushReport
+from async_rl.base.weights.publisher import PushReport
 from buffer.client import LearnerClient
 from buffer.wire import decode_batch
 from learner.loop.batches import NoBatch, ask_buffer, await_push, check_staleness, share_taken

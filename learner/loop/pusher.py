@@ -24,9 +24,8 @@ from torch import Tensor
 from async_rl.base.config import Config, Limit
 from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.types import Batch
-from async_rl.base.weights import PushReport, WeightPublisher, open_filler, open_publisher
-from async_rl.base.weights.members import Member
-from async_rl.base.weights.publisher import Tolerance
+from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher, open_filler, open_publisher
+from async_rl.base.weights.servers import Member
 from learner.loop.updater import Updater
 from learner.models.policy import adapter_parcels, full_parameters
 

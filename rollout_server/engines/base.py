@@ -1,7 +1,7 @@
 """The interface of rollout engines, which generate replies. `rollout.engine` names the engine of a run.
 
 An engine consists of a class that implements `Engine`, a `ServerAdmin` with which the learner pauses and updates it
-(async_rl/base/weights/server_admin.py), and an `EngineEntry` (async_rl/base/seams/engines.py). `StopTexts` and the
+(async_rl/base/weights/servers.py), and an `EngineEntry` (async_rl/base/seams/engines.py). `StopTexts` and the
 functions for KV cache sizes at the end of this file are shared by several engines.
 """
 

@@ -20,7 +20,7 @@ from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.network import authorization
 
 if TYPE_CHECKING:
-    from async_rl.base.weights.server_admin import Bucket
+    from async_rl.base.weights.servers import Bucket
 
 ERASE, UNLOADED, SUMS, VALUE_SUMS = "erase", "unloaded", "sums", "value_sums"
 """Actions of /weights_checker that our servers add to SGLang's own: see sglang/server_changes.py."""

@@ -9,7 +9,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.config.resolve import engine_of, resolve
 from async_rl.base.seams import working_transports
-from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import open_publisher
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")
 MIXED = ("placement.rollout.servers=3", "placement.rollout.engines=[sglang, vllm, sglang]")

@@ -13,9 +13,8 @@ import torch
 
 from async_rl.base.config import Config, RunConfig, WeightSyncConfig
 from async_rl.base.errors import ConfigError
-from async_rl.base.weights import WeightPublisher, open_publisher
-from async_rl.base.weights.members import Members
-from async_rl.base.weights.server_admin import ServerAdmin
+from async_rl.base.weights.publisher import WeightPublisher, open_publisher
+from async_rl.base.weights.servers import Members, ServerAdmin
 from async_rl.run.before_start.dry_run import dry_run
 from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from async_rl.base.seams import TransportEntry
-from async_rl.base.weights import Transport
 from async_rl.base.weights.checkpoint_names import write_weights
+from async_rl.base.weights.transport import Transport
 
 
 class NewFolderTransport(Transport):

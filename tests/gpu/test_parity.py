@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rl.base.config import Config, PlacementConfig, WeightSyncConfig
-from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import open_publisher
 from async_rl.base.weights.transport import serving_dtype
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.base.config import Config, LoraConfig, PlacementConfig, WeightSyncConfig
-from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import open_publisher
 from async_rl.base.weights.transport import serving_dtype
 from learner.loop.updater import Updater
 from learner.models.lora import AdapterParcels

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.base.config import Config, ModelConfig, WeightSyncConfig
-from async_rl.base.weights import open_publisher
+from async_rl.base.weights.publisher import open_publisher
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread

@@ -15,8 +15,9 @@ from torch import Tensor
 from async_rl.base.config import Config
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.seams import ENGINES
-from async_rl.base.weights import PushReport, Transport, WeightPublisher, open_filler
-from async_rl.base.weights.members import Member, Members
+from async_rl.base.weights.publisher import PushReport, WeightPublisher, open_filler
+from async_rl.base.weights.servers import Member, Members
+from async_rl.base.weights.transport import Transport
 from tests.kit.configs import make_config
 
 CPU = torch.device("cpu")

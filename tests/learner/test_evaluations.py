@@ -18,7 +18,7 @@ from async_rl.base.messages.reports import (
     StepDone,
 )
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
-from async_rl.base.weights.members import Member
+from async_rl.base.weights.servers import Member
 from learner.loop import pusher as pusher_module
 from learner.loop.evaluations import EvalSchedule
 from learner.loop.learner import Learner

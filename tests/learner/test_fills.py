@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WeightSyncError
 from async_rl.base.messages.reports import ServersFilled, ServersLost
-from async_rl.base.weights import open_filler, open_publisher
+from async_rl.base.weights.publisher import open_filler, open_publisher
 from async_rl.base.weights.transport import BroadcastTransport
 from learner.loop.learner import rank_status
 from learner.loop.pusher import Pusher, open_pushers

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from async_rl.base.config import Config
-from async_rl.base.weights import PushState, WeightPublisher, open_filler, open_publisher
 from async_rl.base.weights.parcels import SUFFIX, adapter_parcel, checksum
+from async_rl.base.weights.publisher import PushState, WeightPublisher, open_filler, open_publisher
 from benchmarks.weight_receiver import tensor_names
 from tests.kit.configs import changed
 from tests.kit.engines.forked_receiver import ForkedReceiver

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
-from async_rl.base.weights import PushReport, PushState, WeightPublisher
-from async_rl.base.weights.publisher import SILENCES
+from async_rl.base.weights.publisher import SILENCES, PushReport, PushState, WeightPublisher
 from async_rl.base.weights.transport import BroadcastTransport, iter_buckets, open_gloo
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from tests.kit.configs import changed, make_config

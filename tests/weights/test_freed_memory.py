@@ -17,9 +17,9 @@ from torch import Tensor
 
 from async_rl.base.config import Limit
 from async_rl.base.errors import WaitTimeoutError
-from async_rl.base.weights import PushReport
 from async_rl.base.weights.disk import DiskTransport
-from async_rl.base.weights.members import Member
+from async_rl.base.weights.publisher import PushReport
+from async_rl.base.weights.servers import Member
 from tests.kit.configs import make_config
 from tests.kit.publishers import OBJECT_ENGINE, AnyServer, names, publisher_for, url_of
 

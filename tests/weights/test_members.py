@@ -11,7 +11,7 @@ import pytest
 from async_rl.base.config import Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
 from async_rl.base.weights.cuda_ipc import CudaIpcTransport
-from async_rl.base.weights.members import Member, Members, find_silent, start_together, wait_for_all
+from async_rl.base.weights.servers import Member, Members, find_silent, start_together, wait_for_all
 from tests.kit.configs import make_config
 from tests.kit.publishers import CONFIG, publisher_for
 

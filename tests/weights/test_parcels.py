@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_rl.base.weights.members import Member
 from async_rl.base.weights.parcels import (
     SUFFIX,
     ChangedWeights,
@@ -24,6 +23,7 @@ from async_rl.base.weights.parcels import (
     dense_parcel,
     encode_gaps,
 )
+from async_rl.base.weights.servers import Member
 from async_rl.base.weights.sums import holds_nan
 
 FIRST = Member("rollout/0", "http://a", 1)

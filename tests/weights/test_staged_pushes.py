@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from async_rl.base.config import Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
-from async_rl.base.weights import PushState
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.publisher import PushState
+from async_rl.base.weights.servers import Bucket
 from rollout_server.engines.sglang import staged_weights
 from rollout_server.engines.sglang.staged_weights import BucketAnnouncer
 from tests.kit.configs import make_config

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.base.weights import WeightPublisher
 from async_rl.base.weights.cuda_ipc import CudaIpcTransport
-from async_rl.base.weights.members import Member
+from async_rl.base.weights.publisher import WeightPublisher
+from async_rl.base.weights.servers import Member
 from tests.kit.configs import make_config
 from tests.kit.publishers import names, publisher_for
 

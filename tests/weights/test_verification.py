@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.base.config import Config, ModelConfig
 from async_rl.base.errors import WeightSyncError
-from async_rl.base.weights import open_publisher
 from async_rl.base.weights.checkpoint_names import to_checkpoint
-from async_rl.base.weights.members import Member
-from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher
+from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher, open_publisher
+from async_rl.base.weights.servers import Member
 from async_rl.base.weights.sums import value_sums
 from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine

@@ -37,8 +37,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from async_rl.base.config import Config, Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
-from async_rl.base.weights.members import Member, Members, start_together
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.servers import Bucket, Member, Members, start_together
 from async_rl.base.weights.transport import BucketTransport, bucket_num_bytes
 
 CALLS = 5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from async_rl.base.config import Config
 from async_rl.base.weights.checkpoint_names import write_weights
-from async_rl.base.weights.members import Members
+from async_rl.base.weights.servers import Members
 from async_rl.base.weights.transport import Transport
 
 

@@ -38,10 +38,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from async_rl.base.config import Config
 from async_rl.base.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
+from async_rl.base.seams import TRANSPORTS, working_transports
 from async_rl.base.telemetry.timeline import Span
-from async_rl.base.weights.members import LOST_WITHIN_S, Member, start_together, wait_for_silent
-from async_rl.base.weights.server_admin import ServerAdmin
+from async_rl.base.weights.servers import LOST_WITHIN_S, Member, Members, ServerAdmin, start_together, wait_for_silent
 from async_rl.base.weights.sums import value_sums
 from async_rl.base.weights.transport import Transport, serving_dtype
 
@@ -411,6 +412,41 @@ class WeightPublisher:
 
     def close(self) -> None:
         self.transport.close()
+
+
+def open_publisher(
+    config: Config, engine_urls: Sequence[str], rank: int, device: torch.device
+) -> WeightPublisher:
+    """Return the publisher for weight_sync.transport, with which each learner rank pushes weights to servers.
+
+    The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` means the transport for learner
+    and server on one device.
+
+    Args:
+        engine_urls: URLs of rollout/0, rollout/1, ...; empty: servers join later.
+    """
+    members = Members(config, {f"rollout/{number}": url for number, url in enumerate(engine_urls)})
+    return WeightPublisher(_open_transport(config, members, rank, device))
+
+
+def open_filler(publisher: WeightPublisher) -> WeightPublisher:
+    """Return a publisher that brings servers their first weights, before `publisher` pushes to them.
+
+    It has a transport of its own. So a server that can't be reached delays no other server.
+    """
+    config, rank, device = publisher.config, publisher.rank, publisher.transport.device
+    transport = _open_transport(config, Members(config, purpose="fill"), rank, device)
+    filler = WeightPublisher(transport, later=publisher)
+    filler.outlives_servers = True
+    return filler
+
+
+def _open_transport(config: Config, members: Members, rank: int, device: torch.device) -> Transport:
+    entry = config.weight_sync.transport_entry or TRANSPORTS[
+        working_transports(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)[0]
+    ]
+    transport: Transport = entry.load()(config, members, rank, device)
+    return transport
 
 
 def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:

@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from async_rl.base.config import Config
 from async_rl.base.errors import ServersSilentError
 from async_rl.base.network import open_listener
-from async_rl.base.weights.members import LOST_WITHIN_S, Member, Members, start_together, wait_for_all
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.servers import LOST_WITHIN_S, Bucket, Member, Members, start_together, wait_for_all
 
 ANSWER_WITHIN_S = 6.0
 """If a server does not answer within this time, none is asked to join a group. The push fails, and may be repeated."""

@@ -104,7 +104,7 @@ def check_inputs(
 
 def _check_driver(config: Config) -> list[str]:
     """Make the checks that only the host that starts the run must pass. Returns warnings."""
-    from async_rl.base.weights.server_admin import check_admin
+    from async_rl.base.weights.servers import check_admin
     from learner.memory.sizes import checkpoint_bytes
 
     is_here = runs_here(config)

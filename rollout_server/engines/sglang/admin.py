@@ -14,7 +14,7 @@ from async_rl.base.config import Config
 from rollout_server.engines.http_admin import HttpAdmin, update_fields
 
 if TYPE_CHECKING:
-    from async_rl.base.weights.server_admin import Bucket
+    from async_rl.base.weights.servers import Bucket
     from rollout_server.engines.sglang.staged_weights import BucketAnnouncer
 
 BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"

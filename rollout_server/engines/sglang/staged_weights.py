@@ -29,8 +29,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, TCPSt
 
 from async_rl.base.config import Limit
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
-from async_rl.base.weights.members import find_silent
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.servers import Bucket, find_silent
 from async_rl.base.weights.sums import holds_nan
 from async_rl.base.weights.transport import FOR_EVER, bucket_num_bytes, own_stream, unpack
 

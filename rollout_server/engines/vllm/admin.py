@@ -15,7 +15,7 @@ from async_rl.base.network import authorization
 from rollout_server.engines.http_admin import PROBE, ask
 
 if TYPE_CHECKING:
-    from async_rl.base.weights.server_admin import Bucket
+    from async_rl.base.weights.servers import Bucket
 
 PAUSES = {
     "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",

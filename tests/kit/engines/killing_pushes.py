@@ -12,7 +12,7 @@ import psutil
 
 from async_rl.base.config.section import section
 from async_rl.base.seams import TransportEntry
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.servers import Bucket
 from async_rl.base.weights.transport import BroadcastTransport
 
 GLOO = "tests.kit.engines.killing_pushes:KILLING_GLOO"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from async_rl.base.errors import WeightSyncError
-from async_rl.base.weights.server_admin import Bucket
+from async_rl.base.weights.servers import Bucket
 from async_rl.base.weights.sums import value_sums
 from async_rl.base.weights.transport import unpack
 from tests.kit.publishers import url_of

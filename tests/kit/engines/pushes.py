@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from async_rl.base.config import Config, LoraConfig, WeightSyncConfig
-from async_rl.base.weights import open_publisher
 from async_rl.base.weights.checkpoint_names import to_checkpoint
-from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher
+from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher, open_publisher
 from learner.models.lora import AdapterParcels, add_adapters, merged_parameters
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread

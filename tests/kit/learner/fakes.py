@@ -12,8 +12,8 @@ from torch import Tensor
 
 from async_rl.base.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.base.telemetry.timeline import Span
-from async_rl.base.weights.members import Members
 from async_rl.base.weights.publisher import PushReport, Tolerance
+from async_rl.base.weights.servers import Members
 from learner.loop.learner import Learner
 from tests.kit.configs import learner_config, make_config
 

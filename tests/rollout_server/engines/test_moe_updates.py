@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from async_rl.base.errors import WeightSyncError
-from async_rl.base.weights import WeightPublisher
 from async_rl.base.weights.checkpoint_names import to_checkpoint
+from async_rl.base.weights.publisher import WeightPublisher
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread

@@ -14,7 +14,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 IMPORTED = [
-    "benchmarks.weight_receiver", "learner.loop.updater", "learner.loop.pusher", "rollout_server.engines.hf.engine",
+    "benchmarks.weight_receiver", "learner.loop.updater", "learner.loop.pushes", "rollout_server.engines.hf.engine",
     "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from async_rl.base.types import Batch
 from learner.loop import learner as learner_module
-from learner.loop import pusher as pusher_module
+from learner.loop import pushes as pushes_module
 from learner.loop.learner import Learner
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.learner.batches import make_batch
@@ -68,8 +68,8 @@ def two_slices(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
     fake = FakePublisher()
-    monkeypatch.setattr(pusher_module, "open_publisher", lambda *_: fake)
-    monkeypatch.setattr(pusher_module, "open_filler", lambda of: of.filler)
+    monkeypatch.setattr(pushes_module, "open_publisher", lambda *_: fake)
+    monkeypatch.setattr(pushes_module, "open_filler", lambda of: of.filler)
     return fake
 
 

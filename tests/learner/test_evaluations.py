@@ -19,9 +19,9 @@ from async_rl.base.messages.reports import (
 )
 from async_rl.base.run_dir.checkpoints import checkpoint_folder
 from async_rl.base.weights.servers import Member
-from learner.loop import pusher as pusher_module
-from learner.loop.evaluations import EvalSchedule
+from learner.loop import pushes as pushes_module
 from learner.loop.learner import Learner
+from learner.loop.pushes import EvalSchedule
 from tests.kit.configs import learner_config
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
@@ -33,7 +33,7 @@ def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePu
     """The publisher for the evaluation servers; `publisher` is that for the rollout servers."""
     other = FakePublisher()
     opened = itertools.cycle([publisher, other])  # each learner opens both
-    monkeypatch.setattr(pusher_module, "open_publisher", lambda *_: next(opened))
+    monkeypatch.setattr(pushes_module, "open_publisher", lambda *_: next(opened))
     return other
 
 

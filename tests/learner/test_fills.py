@@ -17,7 +17,7 @@ from async_rl.base.messages.reports import ServersFilled, ServersLost
 from async_rl.base.weights.publisher import open_filler, open_publisher
 from async_rl.base.weights.transport import BroadcastTransport
 from learner.loop.learner import rank_status
-from learner.loop.pusher import Pusher, open_pushers
+from learner.loop.pushes import Pusher, open_pushers
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
 from learner.models.tiny_model import character_tokenizer

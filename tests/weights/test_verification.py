@@ -18,7 +18,7 @@ from async_rl.base.weights.checkpoint_names import to_checkpoint
 from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher, open_publisher
 from async_rl.base.weights.servers import Member
 from async_rl.base.weights.sums import value_sums
-from learner.loop.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
+from learner.loop.pushes import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine

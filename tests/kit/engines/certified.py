@@ -15,7 +15,7 @@ from async_rl.base.telemetry.certificate import ParityAxis, certificate
 from async_rl.base.telemetry.metrics import Declaration, Figures
 from async_rl.base.types import Batch
 from async_rl.base.weights.publisher import open_publisher
-from learner.loop.pusher import Pusher
+from learner.loop.pushes import Pusher
 from learner.loop.updater import Updater
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.base.config import LearnerPlacement, PlacementConfig, RolloutPlacement
-from learner.loop.pusher import open_pushers
+from learner.loop.pushes import open_pushers
 from learner.loop.updater import Updater
 from learner.models.policy import full_parameters
 from tests.kit.configs import learner_config

@@ -8,13 +8,16 @@ compact pushes     Full weights are rebuilt from parcels (weight_sync.lora adapt
                    loads them.
 pause in place     The running forward pass is read before the pause returns, see `_read_and_pause`.
 CPU                One attention call computes many short sequences, and a paused scheduler sleeps.
-routing            The experts of each token are from its first forward pass, also after a retraction. They are
-                   recorded on CPUs too, and for models whose routers do not know their layer.
+routing            With --enable-return-routed-experts, the experts of each token are from its first forward pass, also
+                   after a retraction. Then SGLang recomputes the KV with newer weights, and would report the experts of
+                   that pass for all tokens. The record needs the layer's number, which routers of Mixtral, OLMoE and
+                   others do not know. On CPUs its buffer is not pinned, and torch, not Triton, computes a gate of Qwen2-MoE.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang.srt.utils.weight_checker import WeightChecker
 from torch import Tensor, nn
 
@@ -34,9 +43,8 @@ from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
 from async_rl.base.weights.sums import holds_nan, value_sums
 from async_rl.base.weights.transport import abort_when_told
-from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
-from rollout_server.engines.sglang import recorded_routing, staged_weights
-from rollout_server.engines.sglang.admin import BASE_VARIABLE
+from rollout_server.engines.http_admin import BASE_VARIABLE, ERASE, SUMS, UNLOADED, VALUE_SUMS
+from rollout_server.engines.sglang import staged_weights
 from rollout_server.engines.sglang.decode_attention import decode_attention
 
 _handle: Callable[..., Any] = WeightChecker.handle
@@ -46,6 +54,9 @@ _load_folder: Callable[..., tuple[bool, str]] = WeightUpdater.update_weights_fro
 _pause = Scheduler.pause_generation
 _process = Scheduler.process_batch_result
 _record_paused = Scheduler._record_scheduler_state_for_paused_engine
+_release = schedule_batch.release_req
+_collect = SchedulerBatchResultProcessor._maybe_collect_routed_experts
+_init_capturer = ModelRunner.init_routed_experts_capturer
 _rebuilders: dict[int, Rebuilder] = {}
 """The one Rebuilder of this process, by the id of its model."""
 
@@ -60,7 +71,12 @@ def install() -> None:
     Scheduler.process_batch_result = _process_once
     Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
     ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
-    recorded_routing.install()
+    schedule_batch.release_req = _keep_and_release  # where retract_all looks it up
+    SchedulerBatchResultProcessor._maybe_collect_routed_experts = _collect_first
+    ModelRunner.init_routed_experts_capturer = _number_and_init
+    if not torch.cuda.is_available():
+        ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+        _compute_gates_in_torch()
 
 
 def _join_and_listen(
@@ -228,3 +244,49 @@ def _wait_while_paused(scheduler: Scheduler) -> None:
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()
+
+
+def _keep_and_release(*, req: Any, req_to_token_pool: Any, **rest: Any) -> bool:
+    """Save the experts of a request before its KV is released. Experts saved at an earlier release are kept."""
+    if req.return_routed_experts and req.output_ids:
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        rows = get_global_experts_capturer().get_topk(req.kv.req_pool_idx, length, req_to_token_pool)
+        first = getattr(req, "first_experts", rows[:0])
+        req.first_experts = torch.cat([first, rows[len(first) :]])
+    released: bool = _release(req=req, req_to_token_pool=req_to_token_pool, **rest)
+    return released
+
+
+def _collect_first(processor: Any, req: Any) -> None:
+    _collect(processor, req)
+    first = getattr(req, "first_experts", None)
+    if req.routed_experts is not None and first is not None:
+        first = first[req.routed_experts_start_len :][: len(req.routed_experts)]
+        req.routed_experts[: len(first)] = first
+
+
+def _number_and_init(runner: Any) -> None:
+    for name, module in runner.model.named_modules():
+        if isinstance(module, TopK) and module.layer_id is None and (match := re.search(r"layers\.(\d+)\.", name)):
+            module.layer_id = int(match[1])
+    _init_capturer(runner)
+
+
+def _plain_memory(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any, *_: Any
+) -> Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
+def _compute_gates_in_torch() -> None:
+    """Replace the Triton kernel for the gate of Qwen2-MoE's shared experts by torch code, which runs on CPUs."""
+    from sglang.srt.models import qwen2_moe
+
+    def gated(hidden: Tensor, weight: Tensor, shared: Tensor) -> Tensor:
+        return shared * torch.sigmoid(hidden @ weight)[..., None]
+
+    def add_gated(hidden: Tensor, weight: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+        return out.add_(gated(hidden, weight, shared))
+
+    qwen2_moe.fused_gate_sigmoid_mul = gated
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_gated

@@ -11,7 +11,7 @@ CPU                One attention call computes many short sequences, and a pause
 routing            With --enable-return-routed-experts, the experts of each token are from its first forward pass, also
                    after a retraction. Then SGLang recomputes the KV with newer weights, and would report the experts of
                    that pass for all tokens. The record needs the layer's number, which routers of Mixtral, OLMoE and
-                   others do not know. On CPUs its buffer is not pinned, and torch, not Triton, computes a gate of Qwen2-MoE.
+                   others do not know. On CPUs its buffer is not pinned, and torch computes the gate of Qwen2-MoE.
 """
 
 from __future__ import annotations

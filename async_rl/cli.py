@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import async_rl
-from async_rl.base.cores import limit_spinning
 from async_rl.base.errors import AsyncRLError, ConfigError
+from async_rl.base.host import limit_spinning
 from async_rl.base.run_dir.files import split_tails
 from async_rl.base.seams.lookup import check_extra, check_module_names
 

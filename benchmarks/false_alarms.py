@@ -30,7 +30,7 @@ from scipy.stats import binomtest
 
 from async_rl.base.config.algorithm import PRESETS
 from async_rl.base.config.loading import load_config
-from async_rl.base.cores import usable_cores
+from async_rl.base.host import usable_cores
 from async_rl.tools.sweeps.machine import describe_machine
 from async_rl.tools.sweeps.tables import Table
 from benchmarks.page import machine_text, write_page

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from xdist.scheduler import LoadFileScheduling
 
-from async_rl.base.cores import usable_cores
+from async_rl.base.host import usable_cores
 from benchmarks.marked_command import MarkedCommand
 
 if TYPE_CHECKING:

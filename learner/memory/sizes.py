@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from async_rl.base.config import Config, LearnerConfig
-from async_rl.base.host_memory import free_host_bytes
+from async_rl.base.host import free_host_bytes
 from async_rl.base.models_and_data.model_folder import num_weights
 from async_rl.base.models_and_data.model_loading import load_without_weights
 from learner.loop.optimizer import open_optimizer, some_lr

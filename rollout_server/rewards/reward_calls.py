@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from async_rl.base.cores import usable_cores
 from async_rl.base.errors import RewardError, WaitTimeoutError, raised_at
+from async_rl.base.host import usable_cores
 
 MAX_THREADS = 32
 MAX_TASKS = 256

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
-from async_rl.base.host_memory import host_bytes
+from async_rl.base.host import host_bytes
 from async_rl.run.processes.placement import gpus_here, gpus_per_rank
 from async_rl.run.processes.ray_start import hides_gpus
 

@@ -24,8 +24,8 @@ import ray
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.resolve import Decided, engine_of, resolve
-from async_rl.base.cores import limit_spinning, threads_per_process
 from async_rl.base.errors import ConfigError
+from async_rl.base.host import limit_spinning, threads_per_process
 from async_rl.base.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.base.models_and_data.fetching import find_files, located
 from async_rl.base.models_and_data.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS

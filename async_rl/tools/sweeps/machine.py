@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from async_rl.base.cores import usable_cores
+from async_rl.base.host import usable_cores
 
 PACKAGES = ("torch", "sglang", "transformers", "ray")
 

@@ -21,7 +21,7 @@ import numpy as np
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.errors import AsyncRLError, WeightSyncError
-from async_rl.base.host_memory import free_host_bytes
+from async_rl.base.host import free_host_bytes
 from async_rl.base.models_and_data.experts import Experts, recorded_experts
 from async_rl.base.models_and_data.model_folder import forbidden_tokens
 from async_rl.base.types import RoutingArray

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.base.config import Config
-from async_rl.base.cores import server_threads
 from async_rl.base.errors import WaitTimeoutError, WeightSyncError
+from async_rl.base.host import server_threads
 from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.network import api_key
 from async_rl.base.seams.lookup import doc_page

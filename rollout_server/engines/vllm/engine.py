@@ -19,9 +19,8 @@ from typing import Any
 
 from async_rl.base.config import Config
 from async_rl.base.config.check import check
-from async_rl.base.cores import server_threads
 from async_rl.base.errors import ConfigError, WaitTimeoutError, WeightSyncError
-from async_rl.base.host_memory import free_host_bytes
+from async_rl.base.host import free_host_bytes, server_threads
 from async_rl.base.network import api_key
 from rollout_server.engines.base import GenerationRequest, Load, graph_replies, head_size, kv_token_bytes, kv_tokens
 from rollout_server.engines.http_engine import HttpEngine, OpenReply, cache_key

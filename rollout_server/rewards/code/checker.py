@@ -21,7 +21,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.check import check
 from async_rl.base.config.section import section
 from async_rl.base.config.task_parts import SandboxConfig
-from async_rl.base.cores import usable_cores
+from async_rl.base.host import usable_cores
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import read_cases
 from rollout_server.rewards.code.sandbox import (

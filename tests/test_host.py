@@ -1,4 +1,4 @@
-"""Tests of the number of cores and threads of a process."""
+"""The cores, threads and memory of a process, which is in a container perhaps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.base import cores
-from async_rl.base.cores import SPINS, server_threads, threads_per_process, usable_cores
+from async_rl.base import host
+from async_rl.base.host import SPINS, free_host_bytes, host_bytes, server_threads, threads_per_process, usable_cores
 from rollout_server.engines.sglang import launch as sglang
 from rollout_server.engines.vllm import engine as vllm
 from tests.kit.configs import make_config
@@ -39,7 +39,7 @@ def test_a_server_gets_its_share_of_the_cores_though_ray_says_one_thread(
 ) -> None:
     """The number of threads is the user's only if the process has begun with it, or is not one of Ray's."""
     (tmp_path / "environ").write_bytes(began_with)
-    monkeypatch.setattr(cores, "BEGAN_WITH", tmp_path / "environ")
+    monkeypatch.setattr(host, "BEGAN_WITH", tmp_path / "environ")
     monkeypatch.setattr(os, "environ", now)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     config = make_config()
@@ -61,3 +61,16 @@ def test_a_command_limits_the_spinning_before_torch_is_loaded() -> None:
         capture_output=True, timeout=300,
     )
     assert f"GOMP_SPINCOUNT = '{SPINS}'" in found.stderr, found.stderr[-2000:]
+
+
+def test_a_containers_limit_bounds_the_memory_that_processes_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host, "CONTAINER_LIMIT", limit)
+    whole = host_bytes()
+    assert 2**20 < free_host_bytes() <= whole
+    limit.write_text("max\n")
+    assert host_bytes() == whole
+    limit.write_text(f"{2**20}\n")
+    assert host_bytes() == free_host_bytes() == 2**20

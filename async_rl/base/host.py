@@ -1,10 +1,12 @@
-"""The number of cores that a process may use, and of computing threads that it starts."""
+"""What a process may use of its host, or of its container: cores, computing threads, CPU memory."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from async_rl.base.config import Config
@@ -15,6 +17,8 @@ SPINS = 2_000
 """How often a computing thread looks for work before it sleeps: some ten microseconds, the time between two operators.
 libgomp's default, 300,000, is right for a process that has its cores for itself. If other processes use the same cores,
 it wastes nine tenths of the CPU time, because a thread spins until a peer gets a core again."""
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The file with the memory limit of the container that this process runs in, in bytes; `max` without a limit."""
 
 
 def usable_cores() -> int:
@@ -48,3 +52,15 @@ def _ray_chose_threads() -> bool:
     if "RAY_RAYLET_PID" not in os.environ or not BEGAN_WITH.exists():  # no process that Ray has started
         return False
     return not any(each.startswith(b"OMP_NUM_THREADS=") for each in BEGAN_WITH.read_bytes().split(b"\0"))
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of the container that this process runs in."""
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.is_file() else "max"
+    total = psutil.virtual_memory().total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_host_bytes() -> int:
+    """Return the memory that processes of this host may still take, at most `host_bytes`."""
+    return min(psutil.virtual_memory().available, host_bytes())

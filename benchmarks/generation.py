@@ -48,8 +48,7 @@ from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.worker.scored_player import ScoredPlayer
-from rollout_server.worker.worker import Worker
+from rollout_server.worker.worker import ScoredPlayer, Worker
 
 CACHE_KEYS = itertools.count()
 

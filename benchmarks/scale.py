@@ -131,8 +131,7 @@ def run_workers(config: Config, cell: ScaleCell, indices: Sequence[int], address
     from rollout_server.rewards.base import NamedReward
     from rollout_server.rewards.contract import Reward
     from rollout_server.tasks.base import open_task
-    from rollout_server.worker.scored_player import ScoredPlayer
-    from rollout_server.worker.worker import Worker
+    from rollout_server.worker.worker import ScoredPlayer, Worker
 
     tokenizer = character_tokenizer()
     task = open_task(config, tokenizer)

@@ -33,9 +33,8 @@ from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ParseCalls, ReplyReader, open_parser
 from rollout_server.episodes.conversation.session import Generate, Session, SessionLimits
 from rollout_server.episodes.env import Env, QuestionEnv, load_task_env
-from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.episode import Episode, GenerateReplies, Player, Waiting, all_replies
 from rollout_server.episodes.loop import MAX_ATTEMPTS, EnvRunner, EpisodeLimits
-from rollout_server.episodes.player import GenerateReplies, Player, Waiting, all_replies
 from rollout_server.episodes.tools.tool import load_tools
 
 if TYPE_CHECKING:

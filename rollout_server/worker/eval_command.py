@@ -19,7 +19,7 @@ from buffer.keys import own_keys
 from rollout_server.engines.base import open_engine
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.worker import ScoredPlayer
 
 _log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from buffer.wire import decode_batch
 from learner.loop.learner import Learner
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
-from rollout_server.worker.worker import Worker
+from rollout_server.worker.worker import ScoredPlayer, Worker
 from tests.kit.engines.in_thread import EngineInThread
 
 

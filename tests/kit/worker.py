@@ -17,8 +17,7 @@ from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward
 from rollout_server.rewards.contract import Reward
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
-from rollout_server.worker.worker import Worker
+from rollout_server.worker.worker import ScoredPlayer, Worker
 from tests.kit.buffer.serving import serving
 from tests.kit.engines.fakes import TOKENIZER
 

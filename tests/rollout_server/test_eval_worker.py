@@ -14,8 +14,8 @@ from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.engines.base import Purpose
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer, version_metrics
-from rollout_server.worker.worker import EvalWorker
+from rollout_server.worker.evaluation import version_metrics
+from rollout_server.worker.worker import EvalWorker, ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.worker import plain_reward

@@ -19,7 +19,7 @@ from async_rl.cli import main
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode, WholeRow
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import (
+from rollout_server.worker.evaluation import (
     Evaluation,
     GoldRewards,
     at_k_metrics,

@@ -14,7 +14,7 @@ from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
-from rollout_server.worker.scored_player import ScoredPlayer
+from rollout_server.worker.worker import ScoredPlayer
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.engines.replies import request_for

@@ -38,8 +38,7 @@ from buffer.keys import drop_client_keys, take_client_keys
 if TYPE_CHECKING:
     from learner.memory.memory_plan import MemoryPlan
     from rollout_server.engines.base import Engine
-    from rollout_server.worker.scored_player import ScoredPlayer
-    from rollout_server.worker.worker import EvalWorker
+    from rollout_server.worker.worker import EvalWorker, ScoredPlayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,7 @@ class RolloutActor:
 
     def _open_player(self) -> ScoredPlayer:
         from rollout_server.rewards.base import open_gold_reward, open_rewards
-        from rollout_server.worker.scored_player import ScoredPlayer
+        from rollout_server.worker.worker import ScoredPlayer
 
         rewards, gold = (each(self._config, self._task) for each in (open_rewards, open_gold_reward))
         return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer, gold)

@@ -9,7 +9,7 @@ from async_rl.base.errors import AsyncRLError
 from async_rl.base.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from rollout_server.episodes.player import SingleTurnPlayer
+from rollout_server.episodes.episode import SingleTurnPlayer
 from tests.kit.engines.fakes import completion
 
 TOKENIZER = character_tokenizer()

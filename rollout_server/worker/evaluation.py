@@ -1,7 +1,6 @@
-"""Plays prompts with one engine and scores the answers, for training and for the held-out evaluation.
+"""The held-out evaluation: plays the held-out prompts like training prompts, and reduces rewards to metrics.
 
-`ScoredPlayer.play` returns the scored episodes of a request. `Evaluation` plays the held-out prompts in the same way
-and reduces their rewards to metrics. Neither depends on the buffer.
+It does not depend on the buffer.
 """
 
 from __future__ import annotations
@@ -10,25 +9,19 @@ import asyncio
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from async_rl.base.config import Config, EvalConfig
-from async_rl.base.errors import RewardError, WaitTimeoutError, first_error, raised_at
+from async_rl.base.errors import RewardError, first_error
 from async_rl.base.messages.reports import EvaluationDone, HeldOutAnswer
 from async_rl.base.telemetry.intervals import SQUARED
 from async_rl.base.telemetry.metrics import Metric
 from async_rl.base.types import IntArray, Prompt
-from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply, StopTexts
+from rollout_server.engines.base import GenerationRequest, Purpose
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.player import Player, SingleTurnPlayer
-from rollout_server.rewards.base import NamedReward, open_suite_rewards
-from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.tasks.base import Task
-from rollout_server.worker.worker_stats import EpisodeLog, WorkerStats
+from rollout_server.worker.worker_stats import WorkerStats
 
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training. Every evaluation uses the same."""
@@ -38,179 +31,6 @@ Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 """Plays the episodes of a request and returns them with rewards. Failed episodes have no rows."""
 GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
 """Returns the gold rewards of a prompt's episodes. All of them have rows. None stands for a missing verdict."""
-
-
-class ScoredPlayer:
-    """Plays and scores the episodes of a task with an engine that has started.
-
-    It may be created in any thread; all its coroutines must run in one event loop.
-
-    Args:
-        index: the index of the server in `config.server_names`.
-        gold: the additional reward of held-out answers, which is not trained on.
-        logs: the folder for the output of an agent in a separate process. None: the run's.
-    """
-
-    def __init__(
-        self, config: Config, index: int, engine: Engine, task: Task, rewards: Sequence[NamedReward], tokenizer: Any,
-        gold: Sequence[NamedReward] = (), logs: Path | None = None,
-    ) -> None:
-        self.name = config.server_names[index]
-        self.engine = engine
-        self.task = task
-        self.stats = WorkerStats(self.name)
-        self.log = EpisodeLog(self.name, config)
-        self._config = config
-        self._stop = StopTexts(config.rollout.stop, tokenizer) if config.rollout.stop else None
-        log_file = (logs or config.run_dir / "logs") / f"agent-{index}.log"
-        self._player = self._open_player(tokenizer, log_file)
-        self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
-        self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None
-        self._gold = Scoring(config, gold, self.stats.waiting) if gold else None
-        self._of_suite = {
-            name: Scoring(config, found, self.stats.waiting) for name, found in open_suite_rewards(config, task).items()
-        }
-        """The scoring of each benchmark in eval.suite, by its name."""
-        self._evaluation = Evaluation(config, self.play, task, self.stats, self._gold_rewards if gold else None)
-
-    def _open_player(self, tokenizer: Any, log_file: Path) -> Player:
-        if not self._config.task.has_turns:
-            return SingleTurnPlayer(tokenizer, self._generate)
-        from rollout_server.episodes.multi_turn import MultiTurnPlayer
-
-        return MultiTurnPlayer(
-            self._config, tokenizer, self._generate, self.engine.url, log_file, self.stats.waiting
-        )
-
-    async def play(self, request: GenerationRequest) -> list[Episode]:
-        """Play the episodes of a request and score them, unless the environment has given all rewards.
-
-        An episode without rows failed, was dropped, or got no verdict.
-
-        Raises:
-            RewardError: a reward function failed.
-            AsyncRLError: the engine failed.
-        """
-        episodes = await self._player.play(request)
-        self.log.add(episodes, request.prompt.origin, are_trained=request.purpose is Purpose.TRAINING)
-        is_held_out = request.purpose is Purpose.EVALUATION
-        scoring = self._of_suite.get(request.prompt.source, self._scoring) if is_held_out else self._scoring
-        return await self._score(scoring, request, episodes) if scoring else episodes
-
-    async def greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Return the reward of a greedy answer to the prompt; None if algorithm.advantage needs none (only ReMax does).
-
-        Raises:
-            RewardError: a reward failed, gave no verdict, or the episode failed.
-        """
-        if not self._config.algorithm.advantage_entry.needs_greedy_baseline:
-            return None
-        (episode,) = await self.play(replace(request, purpose=Purpose.BASELINE, n=1).greedy())
-        if not episode.rows:
-            raise RewardError(f"the greedy answer has no reward: {episode.error}")
-        return episode.reward
-
-    async def evaluate(
-        self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
-    ) -> EvaluationDone:
-        """Measure the held-out accuracy of the weights that the engine serves now.
-
-        For the arguments see Evaluation.run.
-        """
-        return await self._evaluation.run(version, beside_training=beside_training, part=part)
-
-    def drain_metrics(self) -> list[Metric]:
-        """Return new metrics since the last call: of episodes, of rewards, and counts of the agents' endpoint."""
-        counts = self._player.drain_counts().items()
-        scorers = (self._scoring, self._gold, *self._of_suite.values())
-        scoring = [each for scorer in scorers if scorer for each in scorer.drain_metrics()]
-        endpoint = [Metric(f"endpoint/{key}", count, "sum") for key, count in counts]
-        return [*self.log.drain_metrics(), *endpoint, *scoring]
-
-    def drain_notes(self) -> tuple[str, ...]:
-        """Return the new lines for the console since the last call."""
-        return (*self.log.drain_notes(), *(f"{self.name}: {note}" for note in self._player.drain_notes()))
-
-    async def aclose(self) -> None:
-        """Close what episodes and rewards opened. The engine continues to run."""
-        await self._player.aclose()
-        for scoring in filter(None, (self._scoring, self._gold, *self._of_suite.values())):
-            await scoring.aclose()
-
-    async def _gold_rewards(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
-        """Return the gold reward of each episode of a prompt; None for an episode without a verdict.
-
-        Raises:
-            RewardError: the reward failed.
-        """
-        assert self._gold is not None
-        try:
-            verdicts = await self._gold.score(prompt.question, episodes)
-        except RewardError as error:
-            self.log.note_once(
-                "eval.gold_reward", f"eval.gold_reward failed: {error} (on {prompt.origin}). The answers have no gold "
-                "reward. Further failures are only counted (eval/gold_failed)",
-            )  # fmt: skip
-            raise
-        return [verdict.reward for verdict in verdicts]
-
-    async def _score(
-        self, scoring: Scoring, request: GenerationRequest, episodes: list[Episode]
-    ) -> list[Episode]:
-        """Score the episodes and return them with their rewards. Episodes without rows, or out of time, are not scored.
-
-        If a reward gives no verdict on an episode, the returned episode has no rows, and its `error` says why.
-        """
-        is_partial = self._config.task.on_timeout == "partial"
-        can_be_scored = [e.rows and e.end != "error" and (e.end != "timeout" or is_partial) for e in episodes]
-        try:
-            scored = list(itertools.compress(episodes, can_be_scored))
-            verdicts = iter(await scoring.score(request.prompt.question, scored))
-        except RewardError as error:
-            cause = error.__cause__ or error
-            self.log.note_once(
-                f"{type(cause).__name__} {raised_at(cause)}",
-                f"a reward failed: {error} (on {request.prompt.origin}). Its group is dropped; in an evaluation the "
-                "answer counts as wrong. Further errors of this kind are only counted (rollout/failed)",
-            )
-            raise
-        return [
-            self._rewarded(e, next(verdicts), request) if can else e
-            for e, can in zip(episodes, can_be_scored, strict=True)
-        ]
-
-    def _rewarded(self, episode: Episode, verdict: Verdict, request: GenerationRequest) -> Episode:
-        if verdict.reward is not None:
-            given = {"env": episode.reward} if self._config.task.gives_rewards else {}
-            return episode.with_reward(verdict.reward, given | verdict.values)
-        self.log.note_once(
-            verdict.reason.partition(":")[0],
-            f"{verdict.reason} (on {request.prompt.origin}). The answer is left out of its group. Further ones are "
-            "only counted (scoring/<reward>/no_verdict)",
-        )
-        return replace(episode, rows=(), error=verdict.reason, has_verdict=False)
-
-    async def _generate(self, request: GenerationRequest) -> list[SampledReply]:
-        """Return the engine's replies to a request.
-
-        Raises:
-            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
-        """
-        timeout_s = self._config.timeouts.generate_s
-        try:
-            with self.stats.waiting("generates", "its engine", timeout_s):
-                async with asyncio.timeout(timeout_s) as limit:
-                    replies = await self.engine.generate(request)
-            if self._stop:
-                replies = [self._stop.cut(reply) for reply in replies]
-            return replies
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise WaitTimeoutError(
-                f"{self.name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
-                f"{self._config.rollout.engine} engine to answer request {request.key}"
-            ) from None
 
 
 class Evaluation:

@@ -25,7 +25,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.model_folder import load_tokenizer, policy_lr
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import open_task
 
 UNCOUNTED_STEPS = 2

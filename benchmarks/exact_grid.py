@@ -48,7 +48,7 @@ from learner.stages.sft import answer_demonstration, train_sft
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.batch import DecodingBatch, Narrowing, OpenRequest, sample_tokens
 from rollout_server.engines.hf.engine import replace_weights
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.tiny_moe import save_moe
 

@@ -46,7 +46,7 @@ from rollout_server.engines.base import Engine, GenerationRequest, open_engine
 from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.http_engine import OpenReply
 from rollout_server.engines.sglang.engine import request_body
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.worker.worker import ScoredPlayer, Worker
 

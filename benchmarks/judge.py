@@ -43,8 +43,7 @@ from benchmarks.page import machine_text, write_page
 from rollout_server.engines.server_process import free_port
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.scoring import Scoring
+from rollout_server.rewards.scoring import Scoring, open_rewards
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "{reference}\n{answer}"

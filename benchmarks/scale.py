@@ -128,8 +128,8 @@ def run_workers(config: Config, cell: ScaleCell, indices: Sequence[int], address
     """Run some of the rollout workers, and send their reports through the pipe, until the process is ended."""
     # Here, because the driver's process would import transformers as well, which it needs no more than a run's.
     from learner.models.tiny_model import character_tokenizer
-    from rollout_server.rewards.base import NamedReward
     from rollout_server.rewards.contract import Reward
+    from rollout_server.rewards.scoring import NamedReward
     from rollout_server.tasks.base import open_task
     from rollout_server.worker.worker import ScoredPlayer, Worker
 

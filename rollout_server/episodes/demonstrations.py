@@ -28,8 +28,7 @@ from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Reply, Session, SessionLimits
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.multi_turn import EpisodePlayer, open_tool_parser
-from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.scoring import Scoring
+from rollout_server.rewards.scoring import Scoring, open_rewards
 from rollout_server.tasks.base import open_task
 
 _NO_TOOLS = "knows no tools, set sft.base to tiny-qwen3-tools, or to the folder of a model that knows them"

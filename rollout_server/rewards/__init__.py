@@ -1,4 +1,4 @@
 """Rewards of answers: rules, mathematics, programs, judges and models.
-`scoring.py` scores a group, `base.py` lists the rewards.
+`scoring.py` lists the rewards and scores a group; `contract.py` is what a reward function promises.
 Tasks, workers and evaluations may import this package.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_rl.base.errors import RewardError, WaitTimeoutError, first_error
 from rollout_server.episodes.user_code import ForeignCode, OverdueError
-from rollout_server.rewards.reward_calls import raised, time_limit_s
+from rollout_server.rewards.contract import raised, time_limit_s
 
 
 class RewardTasks:

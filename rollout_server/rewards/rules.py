@@ -24,8 +24,7 @@ from typing import IO, Any, cast
 
 from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
-from rollout_server.rewards.contract import Reward
-from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
+from rollout_server.rewards.contract import IDLE_TIMEOUT_S, Reward, num_children
 
 Rule = Callable[[Question, str], float]
 """A function from the question and a response's text, without special tokens, to the reward. It must be thread-safe."""

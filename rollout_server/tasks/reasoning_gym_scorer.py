@@ -24,8 +24,7 @@ from async_rl.base.config.check import check
 from async_rl.base.errors import RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.code.sandbox import MARGIN_S, Bubblewrap, Ended, Interpreter, RunLimits
-from rollout_server.rewards.contract import Reward, RewardResult, Score
-from rollout_server.rewards.reward_calls import IDLE_TIMEOUT_S, num_children
+from rollout_server.rewards.contract import IDLE_TIMEOUT_S, Reward, RewardResult, Score, num_children
 from rollout_server.tasks.reasoning_gym_answers import entry_of, score_here
 
 CPU_S, WALL_S = 5.0, 10.0

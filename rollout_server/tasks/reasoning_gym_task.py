@@ -22,8 +22,7 @@ from async_rl.base.config import Config
 from async_rl.base.errors import ConfigError
 from async_rl.base.types import Prompt
 from rollout_server.question import Question
-from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.rewards.reward_calls import num_children
+from rollout_server.rewards.contract import Reward, RewardResult, num_children
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.reasoning_gym_answers import only_compares, score_here
 

@@ -17,7 +17,7 @@ from async_rl.base.telemetry.intervals import with_intervals
 from async_rl.base.telemetry.metrics import reduce_metrics
 from buffer.keys import own_keys
 from rollout_server.engines.base import open_engine
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.worker import ScoredPlayer
 

@@ -35,8 +35,7 @@ from buffer.client import WorkerClient
 from buffer.store_state import most_of_one_reward
 from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply, StopTexts
 from rollout_server.episodes.episode import Episode, GroupRows, Player, SingleTurnPlayer, group_rows, question_rows
-from rollout_server.rewards.base import NamedReward, open_suite_rewards
-from rollout_server.rewards.scoring import Scoring, Verdict
+from rollout_server.rewards.scoring import NamedReward, Scoring, Verdict, open_suite_rewards
 from rollout_server.tasks.base import Task
 from rollout_server.worker.evaluation import Evaluation
 from rollout_server.worker.worker_stats import EpisodeLog, FlatRewards, WorkerStats

@@ -14,8 +14,7 @@ import yaml
 from async_rl.base.config import Config
 from async_rl.base.config.loading import load_config
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.scoring import Scoring, Verdict
+from rollout_server.rewards.scoring import Scoring, Verdict, open_rewards
 from tests.kit.configs import changed
 from tests.kit.documents import DOCUMENTS, blocks
 from tests.kit.judges import FakeJudge, verdicts

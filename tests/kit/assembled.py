@@ -25,7 +25,7 @@ from buffer.keys import own_keys
 from buffer.server import BufferServer
 from buffer.wire import decode_batch
 from learner.loop.learner import Learner
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.worker import ScoredPlayer, Worker
 from tests.kit.engines.in_thread import EngineInThread

@@ -13,8 +13,7 @@ from aiohttp import web
 
 from async_rl.base.config import Config
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.scoring import Scoring, Verdict
+from rollout_server.rewards.scoring import Scoring, Verdict, open_rewards
 from tests.kit.rewards import QUESTION, of, told
 
 Answer = Callable[[dict[str, Any]], web.Response | str | Awaitable[web.Response | str]]

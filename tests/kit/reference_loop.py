@@ -17,7 +17,7 @@ from async_rl.base.models_and_data.model_folder import load_tokenizer, policy_lr
 from async_rl.base.types import Batch, Group, Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import open_task
 
 

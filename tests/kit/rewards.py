@@ -10,9 +10,8 @@ from async_rl.base.config import Config, RewardConfig
 from async_rl.base.telemetry.metrics import reduce_metrics
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
-from rollout_server.rewards.base import NamedReward
 from rollout_server.rewards.contract import Reward
-from rollout_server.rewards.scoring import Scoring, Verdict
+from rollout_server.rewards.scoring import NamedReward, Scoring, Verdict
 from tests.kit.configs import make_config
 
 QUESTION = Question(messages=({"role": "user", "content": "2 + 2?"},), ground_truth="4")

@@ -14,8 +14,8 @@ from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
-from rollout_server.rewards.base import NamedReward
 from rollout_server.rewards.contract import Reward
+from rollout_server.rewards.scoring import NamedReward
 from rollout_server.tasks.base import open_task
 from rollout_server.worker.worker import ScoredPlayer, Worker
 from tests.kit.buffer.serving import serving

@@ -201,9 +201,8 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     A user's function is called with the first prompt and its right answer, unless it may wait for a network
     (`async def`, `open`), or scores episodes or groups.
     """
-    from rollout_server.rewards.base import is_async, open_gold_reward, open_rewards
-    from rollout_server.rewards.contract import read_verdict
-    from rollout_server.rewards.reward_calls import RewardThreads
+    from rollout_server.rewards.contract import RewardThreads, read_verdict
+    from rollout_server.rewards.scoring import is_async, open_gold_reward, open_rewards
 
     rewards, gold = open_rewards(config, task), open_gold_reward(config, task)
     names = [*(each.reward for each in config.task.named_rewards[: len(rewards)]), config.eval.gold_reward]

@@ -239,7 +239,7 @@ class RolloutActor:
         return Worker(self._config, self._open_player(), buffer_address, incarnation)
 
     def _open_player(self) -> ScoredPlayer:
-        from rollout_server.rewards.base import open_gold_reward, open_rewards
+        from rollout_server.rewards.scoring import open_gold_reward, open_rewards
         from rollout_server.worker.worker import ScoredPlayer
 
         rewards, gold = (each(self._config, self._task) for each in (open_rewards, open_gold_reward))

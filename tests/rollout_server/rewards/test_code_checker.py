@@ -10,10 +10,10 @@ import pytest
 from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
 from rollout_server.rewards.code.sandbox import Bubblewrap
 from rollout_server.rewards.contract import RewardResult
+from rollout_server.rewards.scoring import open_rewards
 from tests.kit.configs import changed
 from tests.kit.rewards import of
 from tests.kit.sandbox import needs_bubblewrap

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from rollout_server.rewards.base import open_gold_reward
 from rollout_server.rewards.rules import GSM8K
+from rollout_server.rewards.scoring import open_gold_reward
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import changed, make_config, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine

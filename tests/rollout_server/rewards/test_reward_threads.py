@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from async_rl.base.errors import RewardError
-from rollout_server.rewards.reward_calls import RewardThreads
+from rollout_server.rewards.contract import RewardThreads
 
 NUM_THREADS = 4
 

@@ -10,8 +10,8 @@ import pytest
 from async_rl.base.config import TaskConfig
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
+from rollout_server.rewards.scoring import open_rewards
 from tests.kit.configs import changed, make_config
 
 CONFIG = make_config(task=TaskConfig(path="x.parquet"))

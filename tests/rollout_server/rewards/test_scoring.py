@@ -15,9 +15,8 @@ from async_rl.base.config.section import section
 from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
-from rollout_server.rewards.base import NamedReward, open_rewards
 from rollout_server.rewards.contract import Reward, RewardResult, read_verdict
-from rollout_server.rewards.scoring import Verdict
+from rollout_server.rewards.scoring import NamedReward, Verdict, open_rewards
 from tests.kit.rewards import is_right, named, of, scored
 
 

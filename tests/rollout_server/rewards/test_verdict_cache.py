@@ -16,10 +16,10 @@ from async_rl.base.config import Config, JudgePlacement
 from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.errors import ConfigError, RewardError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import Reward, RewardResult
 from rollout_server.rewards.judge import JUDGE
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.rewards.verdict_cache import identity
 from tests.kit.configs import changed, make_config
 from tests.kit.judges import judged_by

@@ -20,8 +20,7 @@ from async_rl.base.config.task_parts import SandboxConfig
 from async_rl.base.errors import ConfigError, RewardError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.scoring import Scoring
+from rollout_server.rewards.scoring import Scoring, open_rewards
 from rollout_server.tasks import reasoning_gym_scorer
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.reasoning_gym_answers import only_compares

@@ -9,8 +9,8 @@ import pytest
 
 from async_rl.base.config import Config, TaskConfig
 from async_rl.base.errors import ConfigError
-from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k
+from rollout_server.rewards.scoring import open_rewards
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.gsm8k import prepare_gsm8k
 from tests.kit.configs import make_config

@@ -11,9 +11,8 @@ import pytest
 
 from async_rl.base.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.judge import pairs_of
-from rollout_server.rewards.scoring import Verdict
+from rollout_server.rewards.scoring import Verdict, open_rewards
 from tests.kit.judges import Answer, FakeJudge, judged_by, score, verdicts_and_counts
 from tests.kit.rewards import QUESTION
 

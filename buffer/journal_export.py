@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from async_rl.base.errors import ConfigError, WireError
 from async_rl.base.messages.codec import decode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.types import GroupFacts, PerPromptToken, PerToken, Row, Scalar, kinds_of
 from buffer.journal import FILE_NAME, TABLES, TEXT_LISTS, TURN_ARRAYS, Place, check_schema, payload_folder, read_payload
 

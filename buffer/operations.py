@@ -17,8 +17,7 @@ from typing import Any
 from async_rl.base.config import Config
 from async_rl.base.errors import WireError
 from async_rl.base.messages.codec import GroupColumns, check_group
-from async_rl.base.messages.fields import Fields
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Fields, Limits
 from async_rl.base.types import MAX_CAUSE_CHARS
 from buffer.prompt_order import MAX_PROMPTS
 from buffer.store import Store, buffer_checkpoint

@@ -17,7 +17,7 @@ import zmq
 from async_rl.base.config import Config, NetworkConfig
 from async_rl.base.errors import ConfigError, WaitTimeoutError, WireError
 from async_rl.base.messages.codec import check_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.network import shuffled
 from async_rl.base.run_dir.checkpoints import TrainingState, past_file, resumed_training_state
 from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal

@@ -46,8 +46,7 @@ import zmq
 
 from async_rl.base.errors import WireError
 from async_rl.base.messages.codec import SCHEMA_VERSION, decode_group
-from async_rl.base.messages.fields import MAX_INT, Fields, pack, refusal, unpack
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import MAX_INT, Fields, Limits, pack, refusal, unpack
 from async_rl.base.types import Batch, Slot
 
 LONG_POLL_S = 5.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.base.messages.codec import check_group, encode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.types import Group, Slot
 from buffer.store_state import Arrival
 from tests.kit.groups import make_group, make_row

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.types import EpisodeFacts, Group, Row, Slot
 
 MAX_ROWS, MAX_ROW_TURNS, MAX_CONTEXT, MAX_REPLY = 3, 3, 3, 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from async_rl.base.errors import WireError
 from async_rl.base.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.types import Row, Slot
 from tests.kit.groups import assert_same, make_group, make_row
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from async_rl.base.errors import WireError
 from async_rl.base.messages.codec import check_group, decode_group, encode_group
-from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, Limits
+from async_rl.base.messages.fields import MAX_COLUMN_BYTES, MAX_VOCABULARY, Limits
 from async_rl.base.types import Group, Row, Support
 from tests.kit.groups import assert_same, make_group, make_row
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from async_rl.base.errors import ConfigError, WireError
 from async_rl.base.messages.codec import check_group, decode_group, encode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.models_and_data.experts import Experts, experts_of
 from async_rl.base.types import Group
 from tests.kit.configs import buffer_config

@@ -1,4 +1,4 @@
 """The messages between processes: groups, reports and their limits, encoded with msgpack.
-`codec.py` encodes a group. Nothing here imports torch.
+`codec.py` encodes a group, `fields.py` its fields within the limits of a run. Nothing here imports torch.
 Buffer, workers, learner and driver may import this package.
 """

@@ -1,20 +1,21 @@
 """Encodes a Group to msgpack bytes and decodes it, after checking everything that comes from the network.
 
     group     {schema, each field of GroupFacts, lengths [N], each field of Row for all N rows,
-               episodes: None if each of the N rows is the answer to a question, else see fields.py}
+               episodes: None if each of the N rows is the answer to a question, else see pack_episodes}
     array     [dtype, number of elements, little-endian bytes]
     support   [number of bytes, their zstd frame], None if no row has one: see packed.py
     routing   [bytes of a number, layers, experts of a token, [number of bytes, their zstd frame]] or None: likewise
 
 A group of N rows is sent as columns that contain one row after the other, so that a few array operations check all
 rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are read-only
-views of the columns. async_rl/base/types.py declares the fields and their allowed values; this file and fields.py check
-rules between fields.
+views of the columns. async_rl/base/types.py declares the fields and their allowed values; this file checks rules
+between fields.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,12 +27,11 @@ from async_rl.base.errors import WireError
 from async_rl.base.messages.fields import (
     INT32,
     Fields,
-    check_episodes,
+    Limits,
     one_dimensional,
     pack,
     pack_array,
     pack_column,
-    pack_episodes,
     pack_value,
     read_array,
     read_column,
@@ -40,7 +40,6 @@ from async_rl.base.messages.fields import (
     refuse_element,
     unpack,
 )
-from async_rl.base.messages.limits import Limits
 from async_rl.base.types import (
     BoolArray,
     EpisodeFacts,
@@ -51,6 +50,7 @@ from async_rl.base.types import (
     IntArray,
     Kind,
     PerToken,
+    PerTurn,
     Row,
     Scalar,
     Support,
@@ -60,6 +60,9 @@ from async_rl.base.types import (
 
 T = TypeVar("T")
 
+REWARD_ROUNDING = 1e-6
+"""The largest difference between an episode's reward and the sum of its turns' rewards, relative to the sum of
+|rewards|."""
 MAX_ROUNDING = 1e-4
 """The largest logprob above 0 that counts as a rounding error and is sent as 0. Float32 log-softmax rounds the
 logprob 0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or
@@ -85,6 +88,13 @@ _READ_TOKENS = {name: read_array(name, kind) for name, kind in _TOKEN_ARRAYS.ite
 _PACK_ROWS = {name: pack_column(name, kind) for name, kind in _ROW.items()}
 _READ_ROWS = {name: read_column(name, kind, "rows[{}]") for name, kind in _ROW.items()}
 _BY_TOKEN = frozenset((*_TOKEN_ARRAYS, *_TOKEN_SETS))
+_EPISODE = kinds_of(EpisodeFacts, Scalar)
+_TURN_ARRAYS = kinds_of(Row, PerTurn)
+_EPISODE_FIELDS = frozenset((*_EPISODE, "row_turns", *_TURN_ARRAYS))
+_PACK_EPISODES = {name: pack_column(name, kind) for name, kind in _EPISODE.items()}
+_READ_EPISODES = {name: read_column(name, kind, "episodes[{}]") for name, kind in _EPISODE.items()}
+_TURN_DTYPES = {name: np.dtype(kind.dtype) for name, kind in _TURN_ARRAYS.items()}
+_READ_TURNS = {name: read_array(name, kind) for name, kind in _TURN_ARRAYS.items()}
 
 
 def encode_group(group: Group) -> bytes:
@@ -318,3 +328,114 @@ def _check_no_prompt(max_tokens: int, mask: BoolArray, lengths: list[int]) -> No
             f"prompt_tokens: 0 elements, allowed 1..{max_tokens}, as the first token of row {is_trained.argmax()} "
             "is trained"
         )
+
+
+def pack_episodes(group: Group) -> dict[str, Any] | None:
+    """Return the episodes of a group as columns, or None if the group has no episodes.
+
+    WireError: a row has not exactly one reward for each of its turns, or has turns although the group has no episodes.
+    """
+    rows, episodes = group.rows, group.episodes
+    for i, row in enumerate(rows):
+        num_turns = len(row.turn_ends)
+        for name in _TURN_ARRAYS:
+            if (number := len(getattr(row, name))) != num_turns:
+                raise WireError(f"rows[{i}].{name}: {number} values for {num_turns} turns")
+        if num_turns and not episodes:
+            raise refusal(f"rows[{i}].turn_ends", row.turn_ends, "none in a group without episodes")
+    if not episodes:
+        return None
+    return {
+        **{
+            name: pack_field([getattr(episode, name) for episode in episodes])
+            for name, pack_field in _PACK_EPISODES.items()
+        },
+        "row_turns": pack_array(np.array([len(row.turn_ends) for row in rows], INT32)),
+        **{
+            name: pack_array(np.array([value for row in rows for value in getattr(row, name)], dtype))
+            for name, dtype in _TURN_DTYPES.items()
+        },
+    }
+
+
+def check_episodes(
+    columns: dict[Any, Any], limits: Limits, lengths: list[int], mask: BoolArray, rewards: list[float]
+) -> tuple[dict[str, list[Any]], dict[str, list[tuple[Any, ...]]]]:
+    """Check the columns of `pack_episodes`.
+
+    The numbers of episodes and of turns are within `limits`. Each row belongs to one episode. All rows of an episode
+    have the same reward, which is the sum of the rewards of its turns. Each row trains at least one turn. The ends of a
+    row's turns ascend, each is a trained token, and the last one is the row's last token. Otherwise this raises
+    WireError, which names the field and the value.
+
+    Args:
+        lengths: the number of tokens of each row.
+        mask: whether each token is trained, row after row. The last token of each row is.
+        rewards: the reward of each row.
+
+    Returns:
+        A column for each field of EpisodeFacts, and a column for each of a row's arrays of turns.
+    """
+    fields = Fields(columns, _EPISODE_FIELDS, "episodes.")
+    num_episodes = len(fields.array("rows", INT32, limits.fewest_episodes, limits.group_size))
+    episodes = {name: read(fields, num_episodes) for name, read in _READ_EPISODES.items()}
+    rows = episodes["rows"]
+    if sum(rows) != len(lengths):
+        raise fields.refuse("rows", f"a sum of {len(lengths)}, the number of rows", sum(rows))
+    if max(episodes["turns"]) > limits.max_turns:
+        raise fields.refuse("turns", f"at most {limits.max_turns} in an episode", max(episodes["turns"]))
+    turns = _read_turns(fields, episodes, lengths, mask)
+    for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(rows, initial=0))):
+        for row in range(start + 1, end):
+            if rewards[row] != rewards[start]:
+                allowed = f"{rewards[start]}, the reward of the episode's first row"
+                raise refusal(f"rows[{row}].reward", rewards[row], allowed)
+        of_turns = [reward for of_row in turns["turn_rewards"][start:end] for reward in of_row]
+        # A sum is not close to the reward, which is finite, if it is infinite.
+        if not math.isclose(sum(of_turns), rewards[start], abs_tol=REWARD_ROUNDING * sum(map(abs, of_turns))):
+            allowed = f"{rewards[start]}, the reward of the episode"
+            raise refusal(f"episodes[{i}], sum of turn_rewards", sum(of_turns), allowed)
+    return episodes, turns
+
+
+def _read_turns(
+    fields: Fields, episodes: dict[str, list[Any]], lengths: list[int], mask: BoolArray
+) -> dict[str, list[tuple[Any, ...]]]:
+    """Read and check the arrays of turns. Returns each as a list with one tuple per row."""
+    num_rows = len(lengths)
+    row_turns = fields.array("row_turns", INT32, num_rows, num_rows)
+    if row_turns.min() < 1:
+        raise fields.refuse("row_turns", "at least 1 turn in a row", int(row_turns.min()))
+    counts = row_turns.tolist()
+    rest = iter(counts)
+    for i, (num_rows, turns) in enumerate(zip(episodes["rows"], episodes["turns"], strict=True)):
+        trained = sum(itertools.islice(rest, num_rows))
+        if trained > turns:
+            allowed = f"at least {trained}, the number of turns that its rows train"
+            raise refusal(f"episodes[{i}].turns", turns, allowed)
+    total = sum(counts)
+    arrays = {name: read(fields, total, total, counts) for name, read in _READ_TURNS.items()}
+    _check_turn_ends(arrays["turn_ends"], row_turns, counts, lengths, mask)
+    bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+    plain = {name: array.tolist() for name, array in arrays.items()}
+    return {name: [tuple(values[a:b]) for a, b in bounds] for name, values in plain.items()}
+
+
+def _check_turn_ends(
+    ends: IntArray, row_turns: IntArray, counts: Sequence[int], lengths: Sequence[int], mask: BoolArray
+) -> None:
+    num_rows = len(lengths)
+    rows = np.repeat(np.arange(num_rows), row_turns)
+    sizes = np.array(lengths)
+
+    def refuse_if(is_bad: BoolArray, allowed: str) -> None:
+        if is_bad.any():
+            raise refuse_element("turn_ends", ends, is_bad, counts, allowed)
+
+    refuse_if((ends < 0) | (ends >= sizes[rows]), "a position in the row")
+    positions = (np.cumsum(sizes) - sizes)[rows] + ends
+    # Each end is in its row, so positions in the group ascend if and only if the ends of each row ascend.
+    refuse_if(np.diff(positions, prepend=-1) <= 0, "a position after that of the turn before")
+    refuse_if(~mask[positions], "the position of a trained token")
+    is_last = np.diff(rows, append=num_rows) > 0
+    refuse_if(is_last & (ends != sizes[rows] - 1), "the row's last token, which ends its last turn")

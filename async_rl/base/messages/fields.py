@@ -1,37 +1,37 @@
-"""Packs typed fields, arrays and episodes into messages, and reads them with checks of kinds, ranges and lengths."""
+"""Packs typed fields and arrays into messages, and reads them with checks of kinds, ranges and a run's limits."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.base.config import Config
 from async_rl.base.errors import WireError
-from async_rl.base.messages.limits import Limits
+from async_rl.base.models_and_data.experts import recorded_experts
 from async_rl.base.types import (
     MAX_INT,
     MAX_INT32,
     MAX_METRICS,
     MAX_NAME_CHARS,
     Array,
-    BoolArray,
     ChatMessages,
     Choice,
     EpisodeFacts,
     Flag,
-    Group,
-    IntArray,
+    GroupFacts,
     Kind,
     Metrics,
     Number,
     PerPromptToken,
+    PerToken,
     PerTurn,
     Row,
     Scalar,
@@ -44,9 +44,140 @@ from async_rl.base.types import (
 INT32, INT64, FLOAT64, BOOL = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f8"), np.dtype("bool")
 """The dtypes of the arrays in messages, all in little-endian order."""
 
+MAX_VOCABULARY = 2**20
+"""The most token ids of a model."""
+MAX_COLUMN_BYTES = 2**29
+"""The largest packed column of a group before compression (messages/packed.py)."""
+VARINT_BYTES = 4
+"""The longest varint in a packed column, for a number below 2^28."""
+MAX_EXPERTS = 2**16
+"""The most experts of a layer."""
+MESSAGE_BYTES = 64
+"""The most bytes of a prompt's chat messages for each token of max_prompt_tokens. An average token has about 4."""
 _WHOLE = object()
 _PACKER = msgpack.Packer()
 """Shared, because creating a Packer takes longer than packing a small message."""
+
+
+def _most_bytes(kind: Kind) -> int:
+    """Return the most bytes of a field in a message; for an array, of one element."""
+    match kind:
+        case Array(dtype=dtype):
+            return np.dtype(dtype).itemsize
+        case Text(max_chars=max_chars):
+            return 4 * max_chars
+        case Metrics():
+            return MAX_METRICS * (4 * MAX_NAME_CHARS + 16)
+    return 16
+
+
+def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
+    """Return the most bytes of all fields of this kind in a class, together."""
+    return sum(map(_most_bytes, kinds_of(declared, kind).values()))
+
+
+def most_support_bytes(tokens: int, max_ids: int) -> int:
+    """Return the most bytes of the supports of `tokens` tokens before compression, including a logprob of each id.
+
+    Args:
+        max_ids: the most ids of a token's support.
+    """
+    return min(tokens * VARINT_BYTES * (1 + 2 * max_ids), MAX_COLUMN_BYTES)
+
+
+_GROUP_BYTES = 4096 + _most_bytes_of(GroupFacts, Scalar)
+_EPISODE_BYTES = 512 + _most_bytes_of(EpisodeFacts, Scalar)
+_ROW_BYTES = 512 + _most_bytes_of(Row, Scalar)
+_TOKEN_BYTES, _TURN_BYTES = _most_bytes_of(Row, PerToken), _most_bytes_of(Row, PerTurn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The allowed sizes of a group in this run. A message outside these limits is refused."""
+
+    group_size: int
+    """The most episodes of a group: answers to a question, or multi-turn episodes."""
+    fewest_episodes: int
+    """The fewest episodes of a group, from which failed ones and those without a verdict are left out."""
+    max_rows: int
+    """The most rows of all episodes of a group together."""
+    max_turns: int
+    """The most turns of an episode; 0: only answers to a question are allowed."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    needs_baseline: bool = False
+    """Whether a group must have the reward of a greedy answer. A group from before a resume may lack it."""
+    needs_support: bool = False
+    """Whether a group must have each token's support (the ids it was drawn from). One from before a resume may lack it.
+    """
+    needs_support_logprobs: bool = False
+    """Whether each id in a support must have its logprob."""
+    max_support_ids: int = 0
+    """The most ids in a token's support; 0: groups must not have supports."""
+    needs_routing: bool = False
+    """Whether a group must have the experts of each token. A group from before a resume may lack them."""
+    num_experts: int = 0
+    """The number of experts in a layer; 0: groups must not have a routing."""
+    router_layers: int = 0
+    """The number of layers with a router; 0: any number of layers, and of experts per token, is allowed."""
+    experts_per_token: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config) -> Limits:
+        experts = recorded_experts(config)
+        return cls(
+            group_size=config.rollout.group_size,
+            fewest_episodes=config.fewest_episodes,
+            max_rows=config.max_rows_per_group,
+            max_turns=config.rollout.max_turns if config.task.has_turns else 0,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+            max_response_tokens=config.longest_response_tokens,
+            needs_baseline=config.algorithm.advantage_entry.needs_greedy_baseline,
+            needs_support=config.records_support,
+            needs_support_logprobs=config.algorithm.loss_entry.needs_heads,
+            max_support_ids=(config.rollout.top_k or MAX_VOCABULARY) if config.records_support else 0,
+            needs_routing=experts is not None,
+            num_experts=experts.count if experts else 0,
+            router_layers=len(experts.layers) if experts else 0,
+            experts_per_token=experts.per_token if experts else 0,
+        )
+
+    @classmethod
+    def of_stored(cls, data: bytes, num_episodes: int | None) -> Limits:
+        """Return limits that a stored group meets whatever its sizes are.
+
+        They are for groups that were checked before they were stored: a resume may have changed the config since then.
+
+        Args:
+            data: the bytes of the group.
+            num_episodes: the number of its episodes; None: not known.
+        """
+        size = len(data)
+        return cls(
+            group_size=num_episodes or size, fewest_episodes=num_episodes or 1, max_rows=size, max_turns=size,
+            max_prompt_tokens=size, max_response_tokens=size, max_support_ids=MAX_VOCABULARY,
+            num_experts=MAX_EXPERTS,
+        )  # fmt: skip
+
+    @property
+    def max_left_out(self) -> int:
+        """The most errors of left-out episodes in a group."""
+        return self.max_rows
+
+    @property
+    def max_group_bytes(self) -> int:
+        """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest.
+
+        Supports and routing may take more than everything else.
+        """
+        of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
+        of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0
+        of_prompt = (4 + MESSAGE_BYTES) * self.max_prompt_tokens
+        choices = (1 if self.num_experts <= 256 else 2) * self.router_layers * self.experts_per_token
+        of_routing = self.max_rows * (self.max_prompt_tokens + self.max_response_tokens) * choices
+        # What zstd can't compress grows by less than 1 %.
+        of_supports = most_support_bytes(self.max_rows * self.max_response_tokens, self.max_support_ids)
+        return _GROUP_BYTES + of_prompt + of_rows + of_episodes + (of_supports + of_routing) * 101 // 100
 
 
 class Fields:
@@ -400,124 +531,3 @@ def _checked_metrics(metrics: object, path: str) -> dict[str, float]:
             raise refusal(path, name, f"names of at most {MAX_NAME_CHARS} characters")
     values = Fields(metrics, metrics, f"{path}.")
     return {name: values.number(name) for name in metrics}
-
-
-REWARD_ROUNDING = 1e-6
-"""The largest difference between an episode's reward and the sum of its turns' rewards, relative to the sum of
-|rewards|."""
-
-_EPISODE = kinds_of(EpisodeFacts, Scalar)
-_TURN_ARRAYS = kinds_of(Row, PerTurn)
-_FIELDS = frozenset((*_EPISODE, "row_turns", *_TURN_ARRAYS))
-_PACK = {name: pack_column(name, kind) for name, kind in _EPISODE.items()}
-_READ = {name: read_column(name, kind, "episodes[{}]") for name, kind in _EPISODE.items()}
-_DTYPES = {name: np.dtype(kind.dtype) for name, kind in _TURN_ARRAYS.items()}
-_READ_TURNS = {name: read_array(name, kind) for name, kind in _TURN_ARRAYS.items()}
-
-
-def pack_episodes(group: Group) -> dict[str, Any] | None:
-    """Return the episodes of a group as columns, or None if the group has no episodes.
-
-    WireError: a row has not exactly one reward for each of its turns, or has turns although the group has no episodes.
-    """
-    rows, episodes = group.rows, group.episodes
-    for i, row in enumerate(rows):
-        num_turns = len(row.turn_ends)
-        for name in _TURN_ARRAYS:
-            if (number := len(getattr(row, name))) != num_turns:
-                raise WireError(f"rows[{i}].{name}: {number} values for {num_turns} turns")
-        if num_turns and not episodes:
-            raise refusal(f"rows[{i}].turn_ends", row.turn_ends, "none in a group without episodes")
-    if not episodes:
-        return None
-    return {
-        **{name: pack_field([getattr(episode, name) for episode in episodes]) for name, pack_field in _PACK.items()},
-        "row_turns": pack_array(np.array([len(row.turn_ends) for row in rows], INT32)),
-        **{
-            name: pack_array(np.array([value for row in rows for value in getattr(row, name)], dtype))
-            for name, dtype in _DTYPES.items()
-        },
-    }
-
-
-def check_episodes(
-    columns: dict[Any, Any], limits: Limits, lengths: list[int], mask: BoolArray, rewards: list[float]
-) -> tuple[dict[str, list[Any]], dict[str, list[tuple[Any, ...]]]]:
-    """Check the columns of `pack_episodes`.
-
-    The numbers of episodes and of turns are within `limits`. Each row belongs to one episode. All rows of an episode
-    have the same reward, which is the sum of the rewards of its turns. Each row trains at least one turn. The ends of a
-    row's turns ascend, each is a trained token, and the last one is the row's last token. Otherwise this raises
-    WireError, which names the field and the value.
-
-    Args:
-        lengths: the number of tokens of each row.
-        mask: whether each token is trained, row after row. The last token of each row is.
-        rewards: the reward of each row.
-
-    Returns:
-        A column for each field of EpisodeFacts, and a column for each of a row's arrays of turns.
-    """
-    fields = Fields(columns, _FIELDS, "episodes.")
-    num_episodes = len(fields.array("rows", INT32, limits.fewest_episodes, limits.group_size))
-    episodes = {name: read(fields, num_episodes) for name, read in _READ.items()}
-    rows = episodes["rows"]
-    if sum(rows) != len(lengths):
-        raise fields.refuse("rows", f"a sum of {len(lengths)}, the number of rows", sum(rows))
-    if max(episodes["turns"]) > limits.max_turns:
-        raise fields.refuse("turns", f"at most {limits.max_turns} in an episode", max(episodes["turns"]))
-    turns = _read_turns(fields, episodes, lengths, mask)
-    for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(rows, initial=0))):
-        for row in range(start + 1, end):
-            if rewards[row] != rewards[start]:
-                allowed = f"{rewards[start]}, the reward of the episode's first row"
-                raise refusal(f"rows[{row}].reward", rewards[row], allowed)
-        of_turns = [reward for of_row in turns["turn_rewards"][start:end] for reward in of_row]
-        # A sum is not close to the reward, which is finite, if it is infinite.
-        if not math.isclose(sum(of_turns), rewards[start], abs_tol=REWARD_ROUNDING * sum(map(abs, of_turns))):
-            allowed = f"{rewards[start]}, the reward of the episode"
-            raise refusal(f"episodes[{i}], sum of turn_rewards", sum(of_turns), allowed)
-    return episodes, turns
-
-
-def _read_turns(
-    fields: Fields, episodes: dict[str, list[Any]], lengths: list[int], mask: BoolArray
-) -> dict[str, list[tuple[Any, ...]]]:
-    """Read and check the arrays of turns. Returns each as a list with one tuple per row."""
-    num_rows = len(lengths)
-    row_turns = fields.array("row_turns", INT32, num_rows, num_rows)
-    if row_turns.min() < 1:
-        raise fields.refuse("row_turns", "at least 1 turn in a row", int(row_turns.min()))
-    counts = row_turns.tolist()
-    rest = iter(counts)
-    for i, (num_rows, turns) in enumerate(zip(episodes["rows"], episodes["turns"], strict=True)):
-        trained = sum(itertools.islice(rest, num_rows))
-        if trained > turns:
-            allowed = f"at least {trained}, the number of turns that its rows train"
-            raise refusal(f"episodes[{i}].turns", turns, allowed)
-    total = sum(counts)
-    arrays = {name: read(fields, total, total, counts) for name, read in _READ_TURNS.items()}
-    _check_turn_ends(arrays["turn_ends"], row_turns, counts, lengths, mask)
-    bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
-    plain = {name: array.tolist() for name, array in arrays.items()}
-    return {name: [tuple(values[a:b]) for a, b in bounds] for name, values in plain.items()}
-
-
-def _check_turn_ends(
-    ends: IntArray, row_turns: IntArray, counts: Sequence[int], lengths: Sequence[int], mask: BoolArray
-) -> None:
-    num_rows = len(lengths)
-    rows = np.repeat(np.arange(num_rows), row_turns)
-    sizes = np.array(lengths)
-
-    def refuse_if(is_bad: BoolArray, allowed: str) -> None:
-        if is_bad.any():
-            raise refuse_element("turn_ends", ends, is_bad, counts, allowed)
-
-    refuse_if((ends < 0) | (ends >= sizes[rows]), "a position in the row")
-    positions = (np.cumsum(sizes) - sizes)[rows] + ends
-    # Each end is in its row, so positions in the group ascend if and only if the ends of each row ascend.
-    refuse_if(np.diff(positions, prepend=-1) <= 0, "a position after that of the turn before")
-    refuse_if(~mask[positions], "the position of a trained token")
-    is_last = np.diff(rows, append=num_rows) > 0
-    refuse_if(is_last & (ends != sizes[rows] - 1), "the row's last token, which ends its last turn")

@@ -21,8 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.base.errors import WireError
-from async_rl.base.messages.fields import Fields, refuse_element
-from async_rl.base.messages.limits import MAX_COLUMN_BYTES, MAX_VOCABULARY, VARINT_BYTES, Limits, most_support_bytes
+from async_rl.base.messages.fields import (
+    MAX_COLUMN_BYTES,
+    MAX_VOCABULARY,
+    VARINT_BYTES,
+    Fields,
+    Limits,
+    most_support_bytes,
+    refuse_element,
+)
 from async_rl.base.types import BoolArray, Group, IntArray, RoutingArray, Row, Support
 
 PER_NAT = 2**16

@@ -14,7 +14,7 @@ import numpy as np
 
 from async_rl.base.errors import AsyncRLError
 from async_rl.base.messages.codec import decode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.types import Group
 from buffer.journal import Place, check_schema, payload_folder, read_payload
 

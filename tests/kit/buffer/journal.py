@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from async_rl.base.config import Config
 from async_rl.base.messages.codec import check_group, encode_group
-from async_rl.base.messages.limits import Limits
+from async_rl.base.messages.fields import Limits
 from async_rl.base.types import Group
 from async_rl.cli import main
 from buffer.journal import FILE_NAME, Journal

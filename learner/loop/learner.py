@@ -25,10 +25,9 @@ from buffer.client import LearnerClient
 from buffer.wire import decode_batch
 from learner.loop.batches import NoBatch, ask_buffer, await_push, check_staleness, share_taken
 from learner.loop.checkpointing import Checkpointer
-from learner.loop.log_ratios import LogRatioRecorder
 from learner.loop.pushes import Evaluations, open_pushers
 from learner.loop.ranks import DriverRequests, SharedGpus, init_distributed, start_limit
-from learner.loop.updater import Updater
+from learner.loop.updater import LogRatioRecorder, Updater
 from learner.models.policy import due_folders, save_policy
 
 PAUSE = "pause"

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.base.config import AlgorithmConfig, RunConfig
 from async_rl.base.run_dir.log_ratio_file import FOLDER, read_log_ratios
 from async_rl.base.types import Batch
-from learner.loop.log_ratios import LogRatioRecorder
-from learner.loop.updater import Updater
+from learner.loop.updater import LogRatioRecorder, Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import OpenRun

@@ -70,7 +70,8 @@ SILENT_S = 10.0
 AWAY_S = 20.0
 """How long a host stays away at least. Ray has found out by then."""
 FATAL = ("learner", "driver")
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
+"""Two vLLM servers take five minutes to start beside two busy lanes of tests."""
 BACK_TIMEOUT_S = 300.0
 """The time limit for a restart. An SGLang server takes a minute to start on a busy machine."""
 END_TIMEOUT_S = 120.0

@@ -166,6 +166,18 @@ async def test_a_server_that_gets_no_weights_in_time_ends_the_run(open_run: Open
         await run.ended()
 
 
+async def test_a_server_on_shared_gpus_waits_for_weights_while_another_one_starts(open_run: OpenRun) -> None:
+    run = open_run(2, batch_s=0.1, silent_s=0.1, colocated=True)
+    async with run.going_on():
+        run.learner.has_weights = False  # its push waits for the end of that start
+        run.die("rollout/0")
+        await run.until(lambda: run.state("rollout/0") == "filling")
+        await asyncio.sleep(0.5)
+        run.learner.fill("rollout/0", 2)
+        await run.until(lambda: run.state("rollout/0") == "serving")
+    assert run.starts["rollout/0"] == 2
+
+
 async def test_a_joiner_that_gets_no_weights_in_time_is_tried_less_and_less_often(
     open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

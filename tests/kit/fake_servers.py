@@ -101,14 +101,15 @@ class FakeServers:
     def __init__(
         self, folder: Path, servers: int | dict[str, int], urls: Sequence[str] = (), leave_s: float = 30.0,
         max_restarts: int = 1, evals: int = 0, judges: int = 0, one_by_one: bool = False,
-        wanted: dict[str, str] | None = None, **timeouts: float,
+        colocated: bool = False, wanted: dict[str, str] | None = None, **timeouts: float,
     ) -> None:
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"}, rollout={"server_urls": list(urls)},
             placement={
                 "rollout": {"servers": servers, "leave_s": leave_s, "max_restarts": max_restarts},
-                "eval": {"servers": evals}, "judge": {"servers": judges},
+                "eval": {"servers": evals}, "judge": {"servers": judges}, "colocated": colocated,
             },
+            staleness={"max": 0 if colocated else 1},
             judge={"path": "judge" if judges else ""},
             eval={"every_steps": 1}, timeouts={"pause_s": 60, **timeouts},
         )

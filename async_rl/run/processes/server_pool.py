@@ -375,11 +375,14 @@ class ServerPool:
             WaitTimeoutError: it made none, and no other server serves.
         """
         assert server.filled is not None
+        limit, startup_s = self._push_limit, self._config.timeouts.startup_s
+        if self._config.shares_gpus:  # the learner pushes once no server starts any more
+            limit = Limit(limit.seconds + 2 * startup_s, f"{limit.key} + 2 timeouts.startup_s")
         try:
-            async with asyncio.timeout(self._push_limit.seconds):
+            async with asyncio.timeout(limit.seconds):
                 return await server.filled
         except TimeoutError:
-            error = WaitTimeoutError(f"{server.name} waited {self._push_limit} for the learner's weights")
+            error = WaitTimeoutError(f"{server.name} waited {limit} for the learner's weights")
             raise self._in_vain(server, error) from None
 
     def _in_vain(self, server: Server, error: WaitTimeoutError) -> Exception:

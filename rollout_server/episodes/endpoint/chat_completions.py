@@ -34,7 +34,7 @@ WITHOUT_EFFECT = (
 _KNOWN = frozenset([
     "max_completion_tokens", "max_tokens", "messages", "model", "stop", "stream", "tools", *_IGNORED, *WITHOUT_EFFECT,
 ])  # fmt: skip
-_NOTHING = {"n": 1, "modalities": ["text"]}
+_NOTHING = {"n": 1, "best_of": 1, "length_penalty": 1.0, "function_call": "auto", "modalities": ["text"]}
 
 
 def read(body: Any) -> AgentRequest:

@@ -258,6 +258,14 @@ REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [
 """(The API, what is wrong with a request, what its refusal names)."""
 
 
+def test_parameters_with_values_that_ask_for_nothing_are_accepted() -> None:
+    async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
+        nothing = {"n": 1, "best_of": 1, "length_penalty": 1.0, "function_call": "auto", "min_tokens": 0, "seed": None}
+        assert (await post(opened, {**ASK, **nothing}))[0] == 200
+
+    with_session(agent, "a")
+
+
 def test_a_request_that_can_not_be_honoured_gets_400_with_its_parameter_and_no_retry() -> None:
     async def agent(endpoint: AgentEndpoint, opened: OpenSession) -> None:
         bodies = {"chat/completions": ASK, "responses": RESPONSES_BODY, "messages": MESSAGES_BODY}

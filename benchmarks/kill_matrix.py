@@ -2,7 +2,7 @@
 
     python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,host,buffer,learner,driver ...
 
-The committed rows are of configs/quickstart.yaml with rollout.engine=sglang for the kind server, hf for the others,
+The committed rows are of configs/quickstart.yaml (with vllm: the tiny-qwen3 of docs/how-to/models.md) with
 placement.rollout.servers=2, placement.learner.ranks=2, eval.num_prompts=0; other pushes than whole ones also with
 weight_sync.bucket_bytes=65536, so that a push has many buckets.
 

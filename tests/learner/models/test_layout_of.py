@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import (
@@ -27,6 +28,11 @@ from learner.models.attention_probe import attention_gets_positions
 from learner.models.policy import layout_of
 
 
+def layout(config: Any, attention: str) -> Any:
+    chosen = config.from_dict(config.to_dict(), attn_implementation=attention)
+    return layout_of([SimpleNamespace(config=chosen)])
+
+
 @pytest.mark.parametrize(
     ("name", "masked", "sparse"),
     [
@@ -35,26 +41,22 @@ from learner.models.policy import layout_of
     ],
 )
 def test_flash_attention_packs_rows_also_as_a_kernel_of_the_hub(name: str, masked: bool, sparse: bool) -> None:
-    config = Qwen2Config(hidden_size=896)
-    config._attn_implementation_internal = name
-    layout = layout_of([SimpleNamespace(config=config)])
-    assert (layout.masked, layout.sparse) == (masked, sparse)
+    found = layout(Qwen2Config(hidden_size=896), name)
+    assert (found.masked, found.sparse) == (masked, sparse)
 
 
 def test_rows_are_not_masked_apart_where_layers_see_chunks_or_windows() -> None:
     windows = Qwen2Config(use_sliding_window=True, sliding_window=8)
     for config in (Llama4TextConfig(attention_chunk_size=8192), windows, GPTNeoConfig()):
-        config._attn_implementation_internal = "sdpa"
-        assert not layout_of([SimpleNamespace(config=config)]).masked
+        assert not layout(config, "sdpa").masked
 
 
 def test_flash_attention_gives_each_row_of_a_recurrent_model_a_pack_of_its_own() -> None:
     """Flash attention begins anew where positions do; the state of a convolution runs on from row to row."""
     windows = Qwen2Config(use_sliding_window=True, sliding_window=8)
     for config, shares_packs in ((Lfm2Config(), False), (Qwen3NextConfig(), False), (windows, True)):
-        config._attn_implementation_internal = "flash_attention_2"
-        layout = layout_of([SimpleNamespace(config=config)])
-        assert (layout.masked, layout.sparse) == (False, shares_packs)
+        found = layout(config, "flash_attention_2")
+        assert (found.masked, found.sparse) == (False, shares_packs)
 
 
 def test_flash_attention_packs_rows_only_of_models_whose_attention_gets_position_ids() -> None:
@@ -63,10 +65,8 @@ def test_flash_attention_packs_rows_only_of_models_whose_attention_gets_position
         (GPTNeoConfig(), False), (GPTJConfig(), False), (GPTBigCodeConfig(), False), (PersimmonConfig(), False),
         (GPT2Config(pad_token_id=0), True), (Qwen3MoeConfig(), True),
     ):  # fmt: skip
-        config._attn_implementation_internal = "flash_attention_2"
-        layout = layout_of([SimpleNamespace(config=config)])
-        assert (layout.masked, layout.sparse) == (False, shares_packs)
-        assert config._attn_implementation == "flash_attention_2"
+        found = layout(config, "flash_attention_2")
+        assert (found.masked, found.sparse) == (False, shares_packs)
 
 
 def test_models_that_look_at_positions_or_draw_layers_are_asked_for_position_ids_too() -> None:
@@ -86,5 +86,4 @@ def test_rows_share_no_pack_where_attention_counts_tokens_as_alibi_does() -> Non
     for config, shares_packs in (
         (FalconConfig(alibi=True), False), (MptConfig(), False), (BloomConfig(), False), (FalconConfig(), True),
     ):
-        config._attn_implementation_internal = "sdpa"
-        assert layout_of([SimpleNamespace(config=config)]).masked == shares_packs
+        assert layout(config, "sdpa").masked == shares_packs

@@ -37,23 +37,6 @@ def texts(task: Task, indices: range) -> list[str]:
     return [task.prompt(i).text for i in indices]
 
 
-def test_the_same_index_is_the_same_prompt_in_every_process_and_order_of_asking() -> None:
-    first, second = (open_task(config_of(), TOKENIZER) for _ in range(2))
-    forward = texts(first, range(150))
-    backward = [second.prompt(i).text for i in reversed(range(150))]
-    assert forward == backward[::-1]
-    prompt = first.prompt(7)
-    assert TOKENIZER.decode(prompt.tokens) == prompt.text
-    assert prompt.index == 7 and prompt.source == "reasoning_gym/spell_backward"
-
-
-def test_every_epoch_holds_each_question_once_in_an_order_of_its_own() -> None:
-    task = open_task(config_of(), TOKENIZER)
-    epochs = [texts(task, range(100 * e, 100 * e + 100)) for e in range(3)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
 def test_another_seed_trains_on_other_questions_and_holds_out_the_same() -> None:
     one, other = (open_task(config_of(seed=seed, eval_size=size), TOKENIZER) for seed, size in ((0, 50), (1, 20)))
     assert texts(one, range(100)) != texts(other, range(100))

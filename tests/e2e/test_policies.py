@@ -73,11 +73,13 @@ def check(run: Run, config: Config, case: Case) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", IN_CI, ids="-".join)
+@pytest.mark.parametrize(("bound", "case"), [
+    *((2, case) for case in IN_CI), *(pytest.param(1, case, marks=pytest.mark.nightly) for case in ALLOWED),
+])  # fmt: skip
 def test_a_run_keeps_its_bound_under_each_policy(
-    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, bound: int, case: Case
 ) -> None:
-    config = configure(smoke_yaml, tmp_path, case, 2, *sglang_server.overrides)
+    config = configure(smoke_yaml, tmp_path, case, bound, *sglang_server.overrides)
     check(run_assembled(config), config, case)
 
 
@@ -116,12 +118,3 @@ def test_a_run_that_mixes_in_used_groups_keeps_its_bound_for_each_use(
     assert max(uses.values()) == 2
     assert (run.counters["buffer/uses"], run.counters["buffer/trained"]) == (STEPS * size, len(uses))
     assert run.counters["buffer/unaccounted"] == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", ALLOWED, ids="-".join)
-def test_a_run_keeps_its_bound_under_every_combination(
-    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
-) -> None:
-    config = configure(smoke_yaml, tmp_path, case, 1, *sglang_server.overrides)
-    check(run_assembled(config), config, case)

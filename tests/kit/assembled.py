@@ -6,7 +6,6 @@ missing. Each run records its batches as the learner got them.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -101,7 +100,7 @@ def _evaluate(engine: EngineInThread, worker: Worker, learner: Learner, version:
         result.evals[version] = reduce_metrics((await worker.player.evaluate(version, beside_training=True)).metrics)
         learner.evaluations.schedule.ended()
 
-    return asyncio.run_coroutine_threadsafe(evaluate(), engine._loop)
+    return engine.begin(evaluate())
 
 
 @contextmanager
@@ -132,7 +131,7 @@ def _worker(
             result.aborted += reduce_metrics(report.metrics).get("rollout/aborted", 0.0)
 
     worker = engine.run(make())
-    working = asyncio.run_coroutine_threadsafe(work(), engine._loop)
+    working = engine.begin(work())
     yield worker, working
     engine.run(worker.stop())
     working.result(30)

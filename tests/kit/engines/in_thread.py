@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,10 @@ class EngineInThread:
         return [f"rollout.server_urls=[{self.engine.url}]", f"network.keys={self.config.network.keys}"]
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float = 120.0) -> Result:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        return self.begin(coroutine).result(timeout_s)
+
+    def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         self.run(self.engine.aclose())

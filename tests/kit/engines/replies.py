@@ -60,6 +60,24 @@ def with_engine(config: Config, use: Callable[[HFEngine], Awaitable[Result]]) ->
     return asyncio.run(run())
 
 
+def over_updates(
+    config: Config, request: GenerationRequest, models: dict[int, Any], keep_kv: bool
+) -> list[SampledReply]:
+    """The replies of an hf engine that loads versions 1 and 2 while it samples."""
+
+    async def update_inside(engine: HFEngine) -> list[SampledReply]:
+        running = asyncio.create_task(engine.generate(request))
+        for version in (1, 2):
+            for _ in range(8):  # each takes one token or more
+                await engine.between_tokens(lambda: None)
+            await engine.pause(keep_kv=keep_kv)
+            await engine.load_weights(dict(models[version].named_parameters()), version)
+            engine.resume()
+        return await running
+
+    return with_engine(config, update_inside)
+
+
 def from_scratch(
     model: PreTrainedModel, prompt: IntArray, reply: IntArray, temperature: float, forbidden: Sequence[int] = (),
     support: Support | None = None,

@@ -15,6 +15,7 @@ from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import server_config
 from tests.kit.engines.replies import (
     SUPPORT_TOLERANCE,
+    over_updates,
     request_for,
     same_replies,
     with_engine,
@@ -70,17 +71,7 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     models = {version: sharp_model("tiny-qwen2", seed).eval() for version, seed in enumerate((0, 5, 6))}
     request = request_for(3, n=6, max_tokens=100, top_p=top_p, wants_support=top_p < 1)
 
-    async def update_inside(engine: HFEngine) -> list[SampledReply]:
-        running = asyncio.create_task(engine.generate(request))
-        for version in (1, 2):
-            for _ in range(8):  # each takes one token or more
-                await engine.between_tokens(lambda: None)
-            await engine.pause(keep_kv=keep_kv)
-            await engine.load_weights(dict(models[version].named_parameters()), version)
-            engine.resume()
-        return await running
-
-    replies = with_engine(server_config("hf", model_folder), update_inside)
+    replies = over_updates(server_config("hf", model_folder), request, models, keep_kv)
     changed = [c for c in replies if c.versions[-1] == 2]
     assert len({tuple(np.searchsorted(c.versions, [1, 2])) for c in changed}) == 1  # one boundary for all rows
     for reply in changed:

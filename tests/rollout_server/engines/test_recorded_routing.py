@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.kit.engines.replies import (
     TOLERANCE,
     from_scratch,
     generate,
+    over_updates,
     recomputed_logprobs,
     request_for,
     with_engine,
@@ -52,17 +52,7 @@ def test_each_token_keeps_the_experts_with_which_it_was_sampled(
 ) -> None:
     request = request_for(3, n=6, max_tokens=100, wants_routing=True)
 
-    async def update_inside(engine: HFEngine) -> list[SampledReply]:
-        running = asyncio.create_task(engine.generate(request))
-        for version in (1, 2):
-            for _ in range(8):  # each takes one token or more
-                await engine.between_tokens(lambda: None)
-            await engine.pause(keep_kv=keeps_kv)
-            await engine.load_weights(dict(models[version].named_parameters()), version)
-            engine.resume()
-        return await running
-
-    replies = with_engine(server_config("hf", folder), update_inside)
+    replies = over_updates(server_config("hf", folder), request, models, keeps_kv)
     spanning = [reply for reply in replies if reply.versions[-1] == 2]
     assert spanning
     newest_differ = 0

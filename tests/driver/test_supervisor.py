@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any, cast
 import pytest
 import ray
 
-from async_rl.base.config import Config, Limit, NetworkConfig
+from async_rl.base.config import Config, Limit
 from async_rl.base.errors import ConfigError, ProcessDiedError, ProcessKilledError, RewardError, WaitTimeoutError
 from async_rl.run.processes.actor_group import ActorGroup
 from async_rl.run.processes.actors import BufferActor, Origin
@@ -46,33 +45,9 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorGrou
     processes.stop(1.0)
 
 
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield taken.getsockname()[1]
-
-
 def call(processes: ActorGroup, name: str, cls: type, *args: Any) -> Any:
     actor = processes.start(name, cls, *args, max_concurrency=4)
     return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.startup_s"), "the start")[name]
-
-
-@pytest.mark.nightly
-def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
-    tmp_path: Path, taken_port: int
-) -> None:
-    (tmp_path / "broken").mkdir()
-    for name in ("client.key", "server.key_secret"):
-        (tmp_path / "broken" / name).touch(mode=0o600)
-    for network, message in (
-        (NetworkConfig(port=taken_port), rf"network\.port = {taken_port}"),
-        (NetworkConfig(keys=str(tmp_path / "none")), r"network\.keys: .*none/client\.key"),
-        (NetworkConfig(keys=str(tmp_path / "broken")), r"network\.keys: .*broken/client\.key"),
-    ):
-        processes = group_of(make_config(run={"name": "r", "dir": tmp_path}, network=network), tmp_path)
-        with pytest.raises(ConfigError, match=message):
-            call(processes, "buffer", BufferActor)
-        processes.stop(1.0)
 
 
 class Failing:

@@ -127,7 +127,7 @@ def test_an_average_asked_for_at_a_resume_begins_with_the_weights_of_the_checkpo
         assert_equal(weights_of(resumed), saved)
 
 
-def test_an_average_needs_servers_that_are_evaluated_and_not_sampled_with(tmp_path: Path) -> None:
+def test_an_average_needs_servers_that_are_evaluated_and_not_sampled_with() -> None:
     beside = {"learner": {"ema_decay": DECAY}, "eval": {"every_steps": 5}}
     with pytest.raises(SettingsError, match=r"^learner\.ema_decay .*placement\.eval\.servers"):
         learner_config(**beside)

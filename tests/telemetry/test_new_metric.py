@@ -21,7 +21,7 @@ from async_rl.base.telemetry.status import NORMAL_END, write_status
 from async_rl.base.telemetry.timeline import Span
 from async_rl.run.log.run_log import RunLog
 from async_rl.tools.sweeps.report import write_report
-from async_rl.tools.view.metrics_file import MetricsFile
+from async_rl.tools.view.growing_files import MetricsFile
 from learner.algorithms.diagnostics import MetricAccumulator, add_loss_metrics, loss_metrics
 from learner.algorithms.losses import LossInputs, LossOutput, TokenMetric
 from tests.kit.view.client import Client

@@ -10,8 +10,7 @@ import pytest
 
 from async_rl.base.run_dir.log_ratio_file import RowLogRatios
 from async_rl.base.types import Group
-from async_rl.tools.view.answers import answer_parts
-from async_rl.tools.view.token_texts import TokenTexts
+from async_rl.tools.view.answers import TokenTexts, answer_parts
 from tests.kit.view.run_dirs import (
     HOSTILE,
     RIGHT_TO_LEFT,

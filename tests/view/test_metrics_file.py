@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.base.telemetry.metrics import DeclarationFile, Metric
-from async_rl.tools.view.metrics_file import MAX_POINTS, MOST_STEPS, MetricsFile, thinned
+from async_rl.tools.view.growing_files import MAX_POINTS, MOST_STEPS, MetricsFile, thinned
 
 KEY = "reward/mean"
 

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.base.telemetry.timeline import JOINED, LEFT, ChromeTrace, Sample, Span
 from async_rl.run.log.run_timeline import RunTimeline
-from async_rl.tools.view.timeline_file import Segment, TimelineFile, step_ends_s
+from async_rl.tools.view.growing_files import Segment, TimelineFile, step_ends_s
 from tests.kit.view.run_dirs import write_timeline
 
 

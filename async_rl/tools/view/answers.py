@@ -1,19 +1,23 @@
-"""Prepares the answers of a group for the page: their facts, and one answer as HTML with a span for each token."""
+"""Prepares the answers of a group for the page: token ids as text, and an answer as HTML with a span for each token."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
 
+from async_rl.base.models_and_data.hub import cached_folder
 from async_rl.base.run_dir.log_ratio_file import RowLogRatios
 from async_rl.base.types import Group, Row
-from async_rl.tools.view.token_texts import TokenTexts
 
 PREVIEW_TOKENS = 400
 LONGEST_SAID = 400
@@ -24,6 +28,13 @@ RATIO_NAMES = ("below 0.5", "0.5 to 0.8", "0.8 to 0.95", "about 1", "1.05 to 1.2
 COLORS = 8
 """The number of colours for versions; after that they repeat: version start + 8 has the same colour as the start
 version."""
+TOKENIZER_FILE = "tokenizer.json"
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"
+)
+"""Control characters except tabs and line ends, marks that change the direction of text, and spaces without width."""
+_ROLE = re.compile(r"\A\s*(system|developer|user|assistant|model|tool|ipython|observation)\s*(\n|\Z)")
+_TAG_LINE = re.compile(r"^[ \t]*</?\w+>[ \t]*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +155,97 @@ def version_shares(row: Row) -> list[tuple[int, float]]:
     trained = row.versions[row.mask] if row.mask.any() else row.versions
     versions, counts = np.unique(trained, return_counts=True)
     return [(int(version), int(count) / len(trained)) for version, count in zip(versions, counts, strict=True)]
+
+
+def visible(text: str) -> str:
+    """Replace each invisible character in a text by its code, e.g. ⟨U+202E⟩.
+
+    Such characters hide what a model wrote, or change how other text is shown.
+    """
+    return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+class TokenTexts:
+    """Decodes token ids of a run to text without invisible characters.
+
+    Args:
+        run_dir: the run's directory.
+        model: the run's model.path.
+    """
+
+    def __init__(self, run_dir: Path, model: object) -> None:
+        self._tokenizer: Any = None
+        self._marks: re.Pattern[str] | None = None
+        self.missing = ""
+        """One sentence for the user if there is no tokenizer, and every text is its ids; else empty."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the run needs the cores more
+        file = find_tokenizer(run_dir, model)
+        if file is None:
+            self.missing = (
+                f"Token ids are shown without text: no {TOKENIZER_FILE} is in the run's folder model, in its "
+                f"checkpoints, or at model.path, {model or 'which config.yaml does not tell'}. Copy the model's "
+                f"{TOKENIZER_FILE} to {run_dir / 'model'}."
+            )
+            return
+        try:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(file))
+            marks = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+            self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
+        except Exception as error:  # the library raises bare Exceptions for files that it can't read
+            self.missing = f"Token ids are shown without text: {file} can't be read: {error}."
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a sequence, special tokens included."""
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return visible(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def messages(self, ids: Sequence[int]) -> list[str]:
+        """Split a part of a conversation into messages, without the marks of the chat template.
+
+        Marks are the tokens that were added to the tokenizer's vocabulary, names of roles, and lines with nothing but
+        a tag.
+        """
+        text = self.decode(ids)
+        parts = self._marks.split(text) if self._marks else [text]
+        said = (_TAG_LINE.sub("", _ROLE.sub("", part)).strip() for part in parts)
+        return [message for message in said if message]
+
+    def question(self, prompt: Sequence[int]) -> str:
+        """Return the last message of a prompt: that is where prompts differ. Without messages: the whole text."""
+        messages = self.messages(prompt)
+        return messages[-1] if messages else self.decode(prompt)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds.
+
+        If several tokens form a character, the last one has all of it, the others "".
+        """
+        if self._tokenizer is None:
+            return [f"{token} " for token in ids]
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces = []
+        for token in ids:
+            try:
+                pieces.append(visible(stream.step(self._tokenizer, token) or ""))
+            except Exception:  # an id outside of the vocabulary, or bytes that never become a character
+                stream = DecodeStream(skip_special_tokens=False)
+                pieces.append("\N{REPLACEMENT CHARACTER}")
+        return pieces
+
+
+def find_tokenizer(run_dir: Path, model: object) -> Path | None:
+    """Return the tokenizer file of a run: its own copy, or the file of model.path; None if there is none.
+
+    A relative model.path is searched in the working directory and in the folders above the run directory, a name on the
+    hub in this host's cache.
+    """
+    folders = [run_dir / "model", *sorted((run_dir / "checkpoints").glob("step_*/model"), reverse=True)]
+    if isinstance(model, str) and model:
+        folders += [Path(model), *(above / model for above in run_dir.absolute().parents)]
+        folders += filter(None, [cached_folder(model)])
+    return next((folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).is_file()), None)

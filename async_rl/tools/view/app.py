@@ -21,16 +21,15 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.log_ratio_file import read_log_ratios
@@ -79,7 +78,8 @@ def make_app(runs: Runs) -> Starlette:
             Mount("/bokeh", StaticFiles(directory=bokeh_folder())),
         ],
         middleware=[
-            Middleware(_Headers), Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+            Middleware(BaseHTTPMiddleware, dispatch=_with_headers),
+            Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1),
         ],
         exception_handlers={AsyncRLError: _error, HTTPException: _error, ValueError: _error},
@@ -88,19 +88,10 @@ def make_app(runs: Runs) -> Starlette:
     return app
 
 
-class _Headers:
-    """Adds the security headers in HEADERS to every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+async def _with_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    response.headers.update(HEADERS)
+    return response
 
 
 def bokeh_folder() -> Path:

@@ -14,10 +14,9 @@ from async_rl.base.config.loading import YAMLError, read_yaml
 from async_rl.base.errors import AsyncRLError, ConfigError
 from async_rl.base.run_dir.resuming import resuming_since_s
 from async_rl.base.telemetry.status import NORMAL_END, STALE_S, goes_on, server_table, state_of
+from async_rl.tools.view.answers import TokenTexts
+from async_rl.tools.view.growing_files import MetricsFile, TimelineFile
 from async_rl.tools.view.journal_reader import JournalReader
-from async_rl.tools.view.metrics_file import MetricsFile
-from async_rl.tools.view.timeline_file import TimelineFile
-from async_rl.tools.view.token_texts import TokenTexts
 from buffer.journal import FILE_NAME
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", FILE_NAME)

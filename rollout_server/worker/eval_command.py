@@ -13,8 +13,7 @@ from async_rl.base.models_and_data.fetching import located, pinned
 from async_rl.base.models_and_data.hub_names import DATA_KEYS
 from async_rl.base.models_and_data.model_folder import check_model_folder, load_tokenizer
 from async_rl.base.models_and_data.model_loading import load_without_weights
-from async_rl.base.telemetry.intervals import with_intervals
-from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.metrics import reduce_metrics, with_intervals
 from buffer.keys import own_keys
 from rollout_server.engines.base import open_engine
 from rollout_server.rewards.scoring import open_rewards

@@ -15,8 +15,7 @@ import numpy as np
 from async_rl.base.config import Config, EvalConfig
 from async_rl.base.errors import RewardError, first_error
 from async_rl.base.messages.reports import EvaluationDone, HeldOutAnswer
-from async_rl.base.telemetry.intervals import SQUARED
-from async_rl.base.telemetry.metrics import Metric
+from async_rl.base.telemetry.metrics import SQUARED, Metric
 from async_rl.base.types import IntArray, Prompt
 from rollout_server.engines.base import GenerationRequest, Purpose
 from rollout_server.episodes.episode import Episode

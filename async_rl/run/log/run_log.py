@@ -22,7 +22,6 @@ from async_rl.base.run_dir.checkpoints import (
 )
 from async_rl.base.run_dir.run_dir import write_config
 from async_rl.base.telemetry.certificate import certificate
-from async_rl.base.telemetry.intervals import with_intervals
 from async_rl.base.telemetry.metrics import (
     TIME,
     TOKENS,
@@ -31,6 +30,7 @@ from async_rl.base.telemetry.metrics import (
     folded,
     read_metrics,
     trained_tokens,
+    with_intervals,
 )
 from async_rl.base.telemetry.metrics_logger import MetricsLogger, named_results
 from async_rl.base.telemetry.timeline import RESTART, Span

@@ -17,8 +17,7 @@ from async_rl.base.config import Config
 from async_rl.base.config.loading import dump_config, load_config, read_yaml
 from async_rl.base.errors import ConfigError
 from async_rl.base.models_and_data.fetching import pinned
-from async_rl.base.telemetry.intervals import accuracy_intervals, with_intervals
-from async_rl.base.telemetry.metrics import reduce_metrics
+from async_rl.base.telemetry.metrics import accuracy_intervals, reduce_metrics, with_intervals
 from async_rl.base.types import Prompt
 from async_rl.cli import main
 from rollout_server.tasks.base import open_task

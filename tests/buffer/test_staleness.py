@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,10 +102,13 @@ def ages(counts: Iterable[int]) -> list[int]:
     return [age for age, n in enumerate(counts) for _ in range(n)]
 
 
-def fresh_of(state: State, reusable: int, rules: Rules) -> int | None:
+Take = Callable[[Counter[int], Counter[int], int, int, Rules], int | None]
+
+
+def fresh_of(state: State, reusable: int, rules: Rules, take: Take) -> int | None:
     bound = rules.max_staleness
     finished, running = (Counter(bound - age for age in ages(each)) for each in (state.finished, state.running))
-    return fresh_to_take(finished, running, reusable, 0, rules)
+    return take(finished, running, reusable, 0, rules)
 
 
 def step(counts: tuple[int, ...], age: int, by: int) -> tuple[int, ...]:
@@ -117,7 +120,7 @@ def capacity(state: State, rules: Rules) -> int:
     return admission_capacity(held, rules.slots)
 
 
-def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
+def successors(state: State, rules: Rules, every_steps: int, take: Take) -> Iterator[State]:
     if capacity(state, rules):
         yield replace(state, running=step(state.running, state.behind, 1))
     for age, n in enumerate(state.running):
@@ -134,31 +137,31 @@ def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
         yield replace(state, behind=0, unserved=0)
     else:
         for reusable in range(rules.prompts_per_step - rules.fresh_per_step + 1):
-            if (fresh := fresh_of(state, reusable, rules)) is not None:
+            if (fresh := fresh_of(state, reusable, rules, take)) is not None:
                 finished = state.finished
                 for age in sorted(ages(finished), reverse=True)[:fresh]:
                     finished = step(finished, age, -1)
                 yield replace(state, held=fresh, finished=finished)
 
 
-def assert_no_deadlock(state: State, rules: Rules, every_steps: int) -> None:
+def assert_no_deadlock(state: State, rules: Rules, every_steps: int, take: Take) -> None:
     """Once every group that may run has finished, the learner gets its batch, even without used groups."""
     if not state.held and state.behind < every_steps:
         done = tuple(r + f for r, f in zip(state.running, state.finished, strict=True))
         done = step(done, state.behind, capacity(state, rules))
         nobody = (0,) * (rules.max_staleness + 1)
-        assert fresh_of(replace(state, running=nobody, finished=done), 0, rules) is not None, state
+        assert fresh_of(replace(state, running=nobody, finished=done), 0, rules, take) is not None, state
 
 
-def every_state(rules: Rules, every_steps: int) -> set[State]:
+def every_state(rules: Rules, every_steps: int, take: Take = fresh_to_take) -> set[State]:
     """Every reachable state of a small buffer, all orders of admit, finish, drop, take, train and serve."""
     nobody = (0,) * (rules.max_staleness + 1)
     frontier = [State(0, 0, 0, nobody, nobody)]
     seen = set(frontier)
     while frontier:
         state = frontier.pop()
-        assert_no_deadlock(state, rules, every_steps)
-        for following in successors(state, rules, every_steps):
+        assert_no_deadlock(state, rules, every_steps, take)
+        for following in successors(state, rules, every_steps, take):
             if following not in seen:
                 seen.add(following)
                 frontier.append(following)
@@ -200,7 +203,17 @@ def test_a_depth_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
     assert oldest == (bound if depth else 0), "at depth 0 every group is of the newest version"
 
 
+def test_that_search_finds_the_flaw_of_a_rule_without_look_ahead() -> None:
+    def today_only(finished, running, reusable, version, rules):  # type: ignore[no-untyped-def]
+        enough = finished.total() >= rules.prompts_per_step and all(d > version for d in running)
+        return rules.prompts_per_step if enough else None
+
+    # Two groups that expire together, of which one batch could hold only one, are noticed too late.
+    with pytest.raises(AssertionError, match="missed its deadline"):
+        every_state(rules(2, 1), 1, today_only)
+
+
 def test_that_search_finds_a_deadlock_where_slots_are_too_few() -> None:
     """S >= E B is needed: one slot fewer for two batches between pushes, and the learner waits for ever."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="State"):
         every_state(rules(2, 3, slots=5), 2)

@@ -130,7 +130,7 @@ def commands(text: str) -> list[str]:
 def save_checkout(folder: Path) -> Path:
     """Make a folder that looks like a checkout and takes what the commands write."""
     for entry in ROOT.iterdir():
-        if not entry.name.startswith(".") and entry.name not in ("runs", "data"):
+        if entry.name == ".venv-vllm" or (not entry.name.startswith(".") and entry.name not in ("runs", "data")):
             (folder / entry.name).symlink_to(entry)
     for name in ("train", "test"):
         line = '{"question": "1 + 1?", "answer": "It is two.\\n#### 2"}\n'

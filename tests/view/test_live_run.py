@@ -26,9 +26,12 @@ def test_train_with_view_serves_the_page_until_the_run_ends(
     wait_until(lambda: len(logged(run_dir)) > 1 or command.process.poll() is not None, 180, "two steps")
     found = re.search(r"http://localhost:\d+", command.text())
     assert found, command.text()
-    with urllib.request.urlopen(f"{found[0]}/run/shown/", timeout=30) as answer:
-        text = answer.read().decode()
-    assert 'class="pill running"' in text and "learner/0" in text
+
+    def page() -> str:
+        with urllib.request.urlopen(f"{found[0]}/run/shown/", timeout=30) as answer:
+            return answer.read().decode()
+
+    wait_until(lambda: 'class="pill running"' in (text := page()) and "learner/0" in text, 60, "the processes' states")
     command.interrupt()
     assert command.wait(120) == 130, command.text()[-3000:]
     assert command.orphans() == []

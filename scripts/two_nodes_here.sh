@@ -24,6 +24,7 @@ cleanup() {
     if [ -n "${ASYNC_RL_LINK_STATS:-}" ]; then
         ip netns exec "$here" cat /proc/net/dev > "$ASYNC_RL_LINK_STATS" || true
     fi
+    [ -z "${second:-}" ] || kill -KILL "$second" 2> /dev/null || true  # else it waits for the second host's return
     for host in "$here" "$there"; do  # what runs there is all ours; Ray would take its time
         for pid in $(ip netns pids "$host" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done
     done
@@ -85,6 +86,7 @@ if [ -n "${ASYNC_RL_SECOND_WHILE:-}" ]; then
         # what a host that is switched off no longer has
         for pid in $(ip netns pids "$there" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done
     done &
+    second=$!
 else
     start_second
     started "$there_ip"

@@ -376,7 +376,7 @@ class ServerPool:
         """
         assert server.filled is not None
         limit, startup_s = self._push_limit, self._config.timeouts.startup_s
-        if self._config.shares_gpus:  # the learner pushes once no server starts any more
+        if self._config.shares_gpus and len(self.servers) > 1:  # the learner pushes once none starts any more
             limit = Limit(limit.seconds + 2 * startup_s, f"{limit.key} + 2 timeouts.startup_s")
         try:
             async with asyncio.timeout(limit.seconds):

@@ -132,7 +132,7 @@ class TransportEntry:
 ENGINES: dict[str, EngineEntry] = {
     "sglang": EngineEntry(
         open="rollout_server.engines.sglang.engine:SGLangEngine",
-        open_admin="rollout_server.engines.http_admin:SGLangAdmin",
+        open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),

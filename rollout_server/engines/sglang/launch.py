@@ -32,9 +32,10 @@ from async_rl.base.models_and_data.experts import experts_of, recorded_experts
 from async_rl.base.network import api_key
 from async_rl.base.seams.lookup import doc_page
 from rollout_server.engines.base import graph_replies, kv_token_bytes, kv_tokens
-from rollout_server.engines.http_admin import BASE_VARIABLE, SWAP, HttpAdmin
+from rollout_server.engines.http_admin import HttpAdmin
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from rollout_server.engines.sglang import import_stubs
+from rollout_server.engines.sglang.admin import BASE_VARIABLE, SWAP
 
 _READ_FROM_CONFIG = {"Gemma2ForCausalLM": "hidden_act"}
 """By architecture: a key of config.json that SGLang needs and that transformers 5 does not write."""

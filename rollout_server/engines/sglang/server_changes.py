@@ -43,8 +43,9 @@ from async_rl.base.models_and_data.model_folder import weight_files
 from async_rl.base.weights.parcels import Rebuilder, checksum, is_parcel
 from async_rl.base.weights.sums import holds_nan, value_sums
 from async_rl.base.weights.transport import abort_when_told
-from rollout_server.engines.http_admin import BASE_VARIABLE, ERASE, SUMS, UNLOADED, VALUE_SUMS
+from rollout_server.engines.http_admin import ERASE, SUMS, UNLOADED, VALUE_SUMS
 from rollout_server.engines.sglang import staged_weights
+from rollout_server.engines.sglang.admin import BASE_VARIABLE
 from rollout_server.engines.sglang.decode_attention import decode_attention
 
 _handle: Callable[..., Any] = WeightChecker.handle

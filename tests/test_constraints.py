@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -19,3 +20,13 @@ def test_the_cuda_set_pins_all_that_sglang_asks_for() -> None:
     wanted = {canonicalize_name(each.name) for each in asked if not each.marker or each.marker.evaluate({"extra": ""})}
     assert len(wanted) > 50
     assert wanted - pinned == {"cuda-tile"}  # a stub, see docs/how-to/install.md
+
+
+def test_the_install_page_has_the_versions_of_the_cpu_set_for_sglang() -> None:
+    lines = (ROOT / "requirements" / "sglang-cpu-nodeps.txt").read_text().splitlines()
+    names = {line for line in lines if not line.startswith("#")}
+    pinned = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
+    pins = {line for line in pinned if line.partition("==")[0] in names}
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    (command,) = re.findall(r"^pip install --no-deps (a.*)$", page, re.MULTILINE)
+    assert set(command.split()) == pins and len(pins) == len(names)

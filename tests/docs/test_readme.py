@@ -229,6 +229,11 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
         assert not anchor or anchor in anchors(linked.read_text()), (file, target)
 
 
+def test_the_badge_names_the_oldest_python_of_the_package() -> None:
+    (shown,) = re.findall(r"badge/python-([\d.]+)\+-", DOCUMENTS["README.md"])
+    assert f'requires-python = ">={shown}"' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_of_the_reference_is_that_of_the_code(name: str) -> None:
     assert (FOLDER / name).read_text() == PAGES[name](), "python -m tests.kit.reference_pages"

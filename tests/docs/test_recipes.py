@@ -1,4 +1,4 @@
-"""Each recipe has a README with its commands, and its configuration can be trained."""
+"""Each recipe has a README with its commands, is in both tables, and its configuration can be trained."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def readme(name: str) -> str:
 def on_cpus(name: str) -> list[str]:
     """The configurations that the commands of a recipe train without a GPU."""
     return sorted({path for block in blocks(readme(name), "bash") for path in TRAINED.findall(block)})
+
+
+def test_every_recipe_is_in_the_tables_of_the_front_page_and_of_the_folder() -> None:
+    assert sorted(re.findall(r"\]\(recipes/(\w+)\)", DOCUMENTS["README.md"])) == RECIPES
+    assert sorted(re.findall(r"\| \[\w+\]\((\w+)\)", DOCUMENTS["recipes/README.md"])) == RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,4 +1,4 @@
-"""Tables, plots and page of a report from runs with known numbers."""
+"""Tables, plots and page of a report from runs with known numbers; committed sweeps are recomputed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.base.errors import ConfigError
+from async_rl.tools.sweeps.cells import Bound
+from async_rl.tools.sweeps.efficiency import effective_steps
 from async_rl.tools.sweeps.plan import compare
 from async_rl.tools.sweeps.report import TRADE_OFF, value_table, write_report
 from async_rl.tools.sweeps.results import read_run, read_runs
@@ -25,6 +27,7 @@ from async_rl.tools.sweeps.settings import (
     recommendation,
     settings_of,
 )
+from async_rl.tools.sweeps.statistics import estimate
 from tests.kit.runs import logged
 from tests.kit.sweeps import make_sweep
 
@@ -137,8 +140,23 @@ def test_a_report_claims_no_lead_that_its_seeds_do_not_show(sweep: Path) -> None
     rows[2].values["effective_steps_per_minute"] = [10.0, 11.0, 12.0]  # the others are both ahead of it
     assert recommendation(rows).startswith("Take staleness 0: ")
 
+ROOT = Path(__file__).parents[2]
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 WORTH_COLUMNS = {key: TRADE_OFF[key] for key in WORTH}
+
+FITTED = {
+    "sweep_cpu": {
+        "": ((1, 0.81, 0.03), (2, 0.78, 0.03), (3, 0.73, 0.08), (5, 0.59, 0.12), (8, 0.70, 0.09), (10, 0.58, 0.10)),
+    },
+    "exact": {
+        "coupled": ((1, 0.87, 0.05), (2, 0.74, 0.03), (4, 0.61, 0.03), (8, 0.56, 0.03), (10, 0.54, 0.02)),
+        "decoupled_tis": ((1, 0.88, 0.04), (2, 0.84, 0.04), (4, 0.65, 0.07), (8, 0.64, 0.06), (10, 0.73, 0.05)),
+        "none": ((1, 0.92, 0.05), (2, 0.65, 0.04), (4, 0.47, 0.02), (8, 0.35, 0.05), (10, 0.33, 0.07)),
+    },
+}  # fmt: skip
+"""(staleness, e, error) by sweep and correction, found in another way: run by run, acc0 a - b (1 + v / tau)^-p."""
 
 
 def test_without_synchronous_training_or_rewards_by_staleness_nothing_is_recommended(
@@ -253,6 +271,23 @@ def test_a_best_row_that_has_learned_nothing_is_not_named_as_such(sweep: Path, c
         row.values["effective_steps_per_minute"] = [speed + noise for noise in (-0.01, 0.0, 0.01)]
     (table,) = bounds_compared(rows)
     assert table.best == ((0,) if improves else ()) and bool(best_rows(rows)) == improves
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: str) -> None:
+    evals: dict[tuple[str, int], dict[str, list[tuple[float, float]]]] = {}
+    with (RESULTS / name / "evals.csv").open() as file:
+        for line in csv.DictReader(file):
+            setting = (line.get("correction", ""), Bound.parse(line["staleness"]).max)
+            of_run = evals.setdefault(setting, {}).setdefault(line["seed"], [])
+            of_run.append((float(line["version"]), float(line["accuracy"])))
+    for correction, expected in FITTED[name].items():
+        synchronous = list(evals[correction, 0].items())
+        for staleness, e, error in expected:
+            runs = evals[correction, staleness]
+            found = estimate(list(effective_steps(runs, dict.fromkeys(runs, 1.0), synchronous)[:, 0]))
+            assert found.mean == pytest.approx(e, abs=error)
+            assert 0.3 * error < found.error < 2.0 * error
 
 
 def test_without_an_evaluation_of_the_end_a_run_has_no_improvement(sweep: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.base.config import Config, ModelConfig
 from async_rl.base.errors import WeightSyncError
+from async_rl.base.weights.checkpoint_names import to_checkpoint
 from async_rl.base.weights.publisher import PushReport, Tolerance, WeightPublisher, open_publisher
 from async_rl.base.weights.servers import Member
 from async_rl.base.weights.sums import value_sums
@@ -22,6 +23,7 @@ from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine
 from tests.kit.publishers import CONFIG, OBJECT_ENGINE, AnyServer, fill, publisher_for, url_of
+from tests.kit.tiny_moe import moe_model, save_moe
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 
@@ -189,3 +191,31 @@ def test_a_server_that_was_compared_in_a_fill_is_not_compared_in_the_next_push()
     assert fill(publisher, [member], tensors, 1, compares=True).num_compared == 1
     assert push_to(publisher, compares=False).num_compared == 0
     assert publisher.members.names == ("rollout/0", "rollout/1")
+
+
+def test_an_expert_that_the_hf_engine_does_not_load_is_found_when_verified(tmp_path: Path) -> None:
+    """The expert is empty: no weight is NaN, and no token of the text need go to it."""
+    config = server_config("hf", save_moe(tmp_path / "model"))
+    config = changed(config, run={"dir": tmp_path}, weight_sync={"transport": "disk"})
+
+    async def use(engine: HFEngine) -> None:
+        publisher = open_publisher(config, [engine.url], 0, torch.device("cpu"))
+
+        def push(version: int) -> PushReport:
+            model = moe_model(version)
+            tensors = to_checkpoint(model, model.named_parameters())
+            return publisher.push(tensors, version, erases=version == 1, compares=True)
+
+        assert (await asyncio.to_thread(push, 1)).num_compared == 1
+        load = engine.load_weights
+
+        async def load_all_but_one(tensors: dict[str, torch.Tensor], version: int) -> None:
+            tensors["model.layers.1.mlp.experts.down_proj"][0] = 0
+            await load(tensors, version)
+
+        engine.load_weights = load_all_but_one  # type: ignore[method-assign]
+        report = await asyncio.to_thread(push, 2)
+        assert [member.name for member in report.lost] == ["rollout/0"] and report.num_unequal == 1
+        publisher.close()
+
+    with_engine(config, use)
